@@ -1,0 +1,20 @@
+"""nanoserve: continuous batching over PagedAttention, small enough to read in an evening.
+
+The names below are imported when first used, so that `import nanoserve` does not wait for torch and transformers.
+"""
+
+import os
+from importlib import import_module
+
+# Before torch starts its threads: spinning for a core that another process holds stalls every operation.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+_MODULES = {"LLM": "llm", "SamplingParams": "request", "RequestOutput": "request", "CompletionOutput": "request"}
+__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams"]
+__version__ = "0.1.0"
+
+
+def __getattr__(name: str):
+    if name not in _MODULES:
+        raise AttributeError(f"module 'nanoserve' has no attribute {name!r}")
+    return getattr(import_module(f"nanoserve.{_MODULES[name]}"), name)

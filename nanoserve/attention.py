@@ -1,0 +1,176 @@
+"""PagedAttention's kernel call: K/V is stored into blocks, then every row attends to its own blocks.
+
+One call serves any mix of prompt chunks, decodes and drafts: a row is some queries at the end of a longer context.
+This module decides how a backend is called and which page sizes it allows. It does not know requests, only rows.
+
+A backend is one function `(q, kv_cache, metadata) -> out`, with q and out `[num_tokens, num_heads, head_dim]` and
+kv_cache `[2, num_blocks, block_size, num_kv_heads, head_dim]`, keys first. `attend_torch` defines what all compute.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+
+@dataclass(frozen=True, slots=True)
+class RowGroup:
+    """Rows, or pieces of rows, that have the same number of queries and contexts of similar length."""
+
+    tokens: torch.Tensor  # [rows * queries] int64, which rows of q
+    blocks: torch.Tensor  # [rows * blocks] int64, padded with any block
+    bias: torch.Tensor  # [rows, 1, group * queries, blocks * block_size], 0 where a query sees a key, else -inf
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionMetadata:
+    """Where each row's queries and keys are; a row is one scheduled request."""
+
+    cu_seqlens_q: torch.Tensor  # [num_rows + 1] int32, row r's queries are q[cu_seqlens_q[r] : cu_seqlens_q[r + 1]]
+    context_lens: torch.Tensor  # [num_rows] int32, computed and scheduled tokens: the keys each row's last query sees
+    cu_seqlens_k: torch.Tensor  # [num_rows + 1] int32, running sum of context_lens
+    max_seqlen_q: int
+    max_seqlen_k: int
+    block_table: torch.Tensor  # [num_rows, max_blocks] int32
+    slot_mapping: torch.Tensor  # [num_tokens] int64, block * block_size + offset: where each token's K/V goes
+    row_groups: tuple[RowGroup, ...] = ()  # for attend_torch alone
+
+
+Attend = Callable[[torch.Tensor, torch.Tensor, AttentionMetadata], torch.Tensor]
+
+
+def store_kv(k: torch.Tensor, v: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+    """Write this step's keys and values, both [num_tokens, num_kv_heads, head_dim], for the whole batch at once.
+
+    Nothing is attended to before all of it is stored, so requests of one step can share each other's new blocks.
+    """
+    for new, cache in zip((k, v), kv_cache, strict=True):
+        cache.flatten(0, 1).index_copy_(0, slot_mapping, new)
+
+
+def attend_torch(q: torch.Tensor, kv_cache: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
+    """Plain PyTorch, on any device and with any block size: gather a group's blocks, then one dense attention.
+
+    The query heads that share a key head are laid out as more queries of that head, so keys are never repeated.
+    """
+    num_heads, head_dim, num_kv_heads = q.shape[1], q.shape[2], kv_cache.shape[3]
+    out = torch.empty_like(q)
+    for group in metadata.row_groups:
+        rows = group.bias.shape[0]
+        keys, values = (
+            cache.index_select(0, group.blocks).view(rows, -1, num_kv_heads, head_dim).transpose(1, 2)
+            for cache in kv_cache
+        )
+        queries = q[group.tokens].view(rows, -1, num_kv_heads, num_heads // num_kv_heads, head_dim)
+        folded = queries.permute(0, 2, 3, 1, 4).reshape(rows, num_kv_heads, -1, head_dim)
+        attended = F.scaled_dot_product_attention(folded, keys, values, attn_mask=group.bias)
+        attended = attended.view(rows, num_kv_heads, num_heads // num_kv_heads, -1, head_dim).permute(0, 3, 1, 2, 4)
+        out[group.tokens] = attended.reshape(-1, num_heads, head_dim)
+    return out
+
+
+MAX_PIECE = 256  # queries of one row attended at once by attend_torch: bounds the bias, skips most of what is masked
+
+
+def group_rows(
+    cu_seqlens_q: np.ndarray,
+    context_lens: np.ndarray,
+    block_table: np.ndarray,
+    block_size: int,
+    num_heads_per_kv_head: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> tuple[RowGroup, ...]:
+    """Plan attend_torch's work for a step: all rows with one query each land in a few groups, whatever their number.
+
+    Rows are grouped by number of queries and by the power of two that holds their blocks, so padding stays below half.
+    """
+    num_queries = np.diff(cu_seqlens_q)
+    num_pieces = -(-num_queries // MAX_PIECE)
+    row = np.repeat(np.arange(len(num_queries)), num_pieces)
+    begin = (np.arange(len(row)) - np.repeat(np.cumsum(num_pieces) - num_pieces, num_pieces)) * MAX_PIECE
+    queries = np.minimum(num_queries[row] - begin, MAX_PIECE)
+    last_position = (context_lens - num_queries)[row] + begin + queries - 1
+    num_blocks = last_position // block_size + 1
+    group_key = queries * 64 + np.frexp(num_blocks - 1)[1]
+    groups = []
+    for key in np.unique(group_key):
+        members = np.flatnonzero(group_key == key)
+        size, width = queries[members[0]], num_blocks[members].max()
+        tokens = (cu_seqlens_q[row[members]] + begin[members])[:, None] + np.arange(size)
+        positions = last_position[members, None] - size + 1 + np.arange(size)
+        hidden = np.arange(width * block_size) > positions[:, :, None]
+        bias = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(torch.from_numpy(hidden), float("-inf"))
+        bias = bias[:, None].repeat(1, 1, num_heads_per_kv_head, 1)
+        blocks = torch.from_numpy(block_table[row[members], :width].astype(np.int64).ravel())
+        groups.append(RowGroup(torch.from_numpy(tokens.ravel()).to(device), blocks.to(device), bias.to(device)))
+    return tuple(groups)
+
+
+def attend_flash_attn(q: torch.Tensor, kv_cache: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
+    """FlashAttention 2's paged path (package flash-attn 2.8.3, flash_attn_varlen_func with block_table).
+
+    causal=True lines up the last query with the last key, so a chunk sees its whole past. With a block table only the
+    differences of cu_seqlens_k are read: each row's whole context, this step's tokens included.
+    """
+    from flash_attn import flash_attn_varlen_func
+
+    return flash_attn_varlen_func(
+        q,
+        kv_cache[0],
+        kv_cache[1],
+        cu_seqlens_q=metadata.cu_seqlens_q,
+        cu_seqlens_k=metadata.cu_seqlens_k,
+        max_seqlen_q=metadata.max_seqlen_q,
+        max_seqlen_k=metadata.max_seqlen_k,
+        causal=True,
+        block_table=metadata.block_table,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionBackend:
+    """A backend and its page sizes: a multiple of `page_multiple`, and `block_size` by default."""
+
+    name: str
+    attend: Attend
+    block_size: int
+    page_multiple: int
+    unfit: Callable[[torch.device, torch.dtype, int], str | None]  # why it cannot run there; None: it can
+
+
+def _flash_attn_unfit(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+    if device.type != "cuda":
+        return f"it needs a CUDA device, not {device.type}"
+    if dtype not in (torch.float16, torch.bfloat16):
+        return f"it needs float16 or bfloat16, not {dtype}"
+    if head_dim > 256 or head_dim % 8:
+        return f"it needs a head_dim that is a multiple of 8 up to 256, not {head_dim}"
+    try:
+        import flash_attn  # noqa: F401
+    except ImportError:
+        return "flash-attn is not installed: pip install --no-build-isolation 'nanoserve[cuda]'"
+    return None
+
+
+BACKENDS = (  # best first
+    AttentionBackend("flash_attn", attend_flash_attn, 256, 256, _flash_attn_unfit),
+    AttentionBackend("torch", attend_torch, 16, 1, lambda device, dtype, head_dim: None),
+)
+
+
+def select_backend(
+    name: str, block_size: int | None, device: torch.device, dtype: torch.dtype, head_dim: int
+) -> AttentionBackend:
+    """The named backend, or for "auto" the best that can run. Raises ValueError saying why one cannot."""
+    for backend in BACKENDS:
+        reason = backend.unfit(device, dtype, head_dim)
+        if reason is None and block_size is not None and block_size % backend.page_multiple:
+            reason = f"its block_size must be a multiple of {backend.page_multiple}, not {block_size}"
+        if name == backend.name and reason is not None:
+            raise ValueError(f"attention_backend={name!r} cannot run: {reason}")
+        if name in ("auto", backend.name) and reason is None:
+            return backend
+    raise ValueError(f"attention_backend must be auto, {', '.join(b.name for b in BACKENDS)}, got {name!r}")

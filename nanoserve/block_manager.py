@@ -1,0 +1,217 @@
+"""PagedAttention's bookkeeping: the KV cache as blocks (Kwon et al. 2023, "Efficient Memory Management for Large
+Language Model Serving with PagedAttention").
+
+This module decides which block a token's K/V goes to, which blocks two requests may share, and which block is handed
+out next. It holds numbers only: it does not know tensors, layers, or why a request wants blocks.
+
+A block is `block_size` consecutive tokens of one request. A request's block table maps its i-th block of tokens to a
+block id, so blocks need not be contiguous (chapter 2.2, section 5). A full block has a hash over its own tokens and
+all before them; whoever starts with the same tokens reuses it. A free block keeps its hash until it is handed out.
+"""
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Sequence
+from hashlib import sha256
+
+from nanoserve.request import Request
+
+
+def cdiv(a: int, b: int) -> int:
+    """a / b, rounded up."""
+    return -(-a // b)
+
+
+def hash_block(parent: bytes, token_ids: Sequence[int]) -> bytes:
+    """The name of a full block: its tokens and, through `parent`, every token before them.
+
+    256 bits of SHA-256: that two different prefixes share a name is not a case worth a branch.
+    """
+    return sha256(parent + array("q", token_ids).tobytes()).digest()
+
+
+class _Holding:
+    """What one request holds: its block table, its blocks' hashes, and how many of its blocks can be found by hash."""
+
+    __slots__ = ("blocks", "hashes", "num_registered")
+
+    def __init__(self):
+        self.blocks: list[int] = []
+        self.hashes: list[bytes] = []
+        self.num_registered = 0
+
+
+class BlockManager:
+    """Block tables, reference counts, the prefix cache and the free queue (vLLM v1/core/kv_cache_manager.py and
+    block_pool.py). Every block can be used: there is no null block.
+
+    The one deliberate difference from vLLM 0.32.0: full blocks become findable when they are allocated, before the
+    step that writes them has run, so that equal prompts share within one step. vLLM leaves them findable when that
+    step is then taken back. `free` here forgets the hash of every block beyond what was computed.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True):
+        if num_blocks < 1 or block_size < 1:
+            raise ValueError(f"num_blocks and block_size must be at least 1, got {num_blocks} and {block_size}")
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.enable_prefix_caching = enable_prefix_caching
+        self._ref_counts = [0] * num_blocks
+        self._block_hash: list[bytes | None] = [None] * num_blocks
+        self._cached: dict[bytes, dict[int, None]] = {}  # hash -> the blocks that carry it, oldest first
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))  # next to be handed out first
+        self._held: dict[str, _Holding] = {}
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks no request holds, those that could still be hit included."""
+        return len(self._free)
+
+    def block_table(self, request_id: str) -> list[int]:
+        """The ids of the blocks that hold the request's tokens, in order; a copy."""
+        holding = self._held.get(request_id)
+        return holding.blocks[:] if holding else []
+
+    def get_computed_blocks(self, request: Request) -> list[int]:
+        """The longest run of blocks that already hold the request's first tokens.
+
+        At most num_tokens - 1 tokens are covered: the last one must be computed, for its logits.
+
+        >>> from nanoserve.request import Request, SamplingParams
+        >>> manager = BlockManager(num_blocks=8, block_size=2)
+        >>> first = Request("first", [1, 2, 3, 4, 5], SamplingParams())
+        >>> manager.allocate_slots(first, 5)
+        [0, 1, 2]
+        >>> manager.get_computed_blocks(Request("same", [1, 2, 3, 4, 5], SamplingParams()))
+        [0, 1]
+        >>> manager.get_computed_blocks(Request("shorter", [1, 2, 3, 4], SamplingParams()))
+        [0]
+        >>> manager.get_computed_blocks(Request("tail", [3, 4, 5], SamplingParams()))
+        []
+        """
+        hits: list[int] = []
+        if not self.enable_prefix_caching:
+            return hits
+        for block_hash in self._hashes(request, (request.num_tokens - 1) // self.block_size):
+            blocks = self._cached.get(block_hash)
+            if not blocks:
+                break
+            hits.append(next(iter(blocks)))
+        return hits
+
+    def allocate_slots(
+        self,
+        request: Request,
+        num_new_tokens: int,
+        computed_blocks: Sequence[int] = (),
+        full_sequence_must_fit: bool = False,
+    ) -> list[int] | None:
+        """Make room for `num_new_tokens` more tokens; the ids of the newly handed out blocks, or None: no room.
+
+        `computed_blocks` is what get_computed_blocks returned, for a request that holds nothing yet. With
+        `full_sequence_must_fit` room for every known token is asked for, though only the new ones' is taken: a request
+        is not admitted for its first chunk alone (vLLM v1/core/kv_cache_manager.py). None means nothing has changed.
+
+        >>> from nanoserve.request import Request, SamplingParams
+        >>> manager = BlockManager(num_blocks=3, block_size=4)
+        >>> request = Request("r", range(5), SamplingParams())
+        >>> manager.allocate_slots(request, 5), manager.num_free_blocks
+        ([0, 1], 1)
+        >>> request.num_computed_tokens = 5
+        >>> manager.allocate_slots(request, 3), manager.allocate_slots(request, 8)
+        ([], None)
+        """
+        size = self.block_size
+        holding = self._held.get(request.request_id)
+        num_held = len(computed_blocks) + (len(holding.blocks) if holding else 0)
+        end = request.num_computed_tokens + len(computed_blocks) * size + num_new_tokens
+        num_revived = sum(self._ref_counts[block] == 0 for block in computed_blocks)  # free now, not free then
+        num_wanted = cdiv(max(end, request.num_tokens) if full_sequence_must_fit else end, size)
+        if num_wanted - num_held + num_revived > len(self._free):
+            return None
+        holding = self._held.setdefault(request.request_id, _Holding())
+        for block in computed_blocks:
+            self._free.pop(block, None)
+            self._ref_counts[block] += 1
+        new_blocks = [self._take() for _ in range(cdiv(end, size) - num_held)]
+        holding.blocks += computed_blocks
+        holding.blocks += new_blocks
+        holding.num_registered += len(computed_blocks)
+        if self.enable_prefix_caching:
+            self._register(request, holding, min(end, request.num_tokens) // size)
+        return new_blocks
+
+    def free(self, request: Request) -> None:
+        """Give all blocks back, the tail first, so that a prefix outlives what follows it.
+
+        Blocks that can be hit go to the end of the free queue, the others to its front. A block promised to a step
+        that did not run, or has not yet, is forgotten first: nobody may find what nobody wrote.
+        """
+        holding = self._held.pop(request.request_id, None)
+        if holding is None:
+            return
+        num_written = (request.num_computed_tokens - request.num_in_flight_tokens) // self.block_size
+        for block in holding.blocks[num_written:]:
+            self._forget(block)
+        released = []
+        for block in holding.blocks:
+            self._ref_counts[block] -= 1
+            if self._ref_counts[block] == 0:
+                released.append(block)
+                self._free[block] = None
+        for block in released:
+            if self._block_hash[block] is None:
+                self._free.move_to_end(block, last=False)
+        for block in reversed(released):
+            if self._block_hash[block] is not None:
+                self._free.move_to_end(block)
+
+    def _take(self) -> int:
+        """Hand out the block at the front of the free queue; it can no longer be hit."""
+        block, _ = self._free.popitem(last=False)
+        self._forget(block)
+        self._ref_counts[block] = 1
+        return block
+
+    def _forget(self, block: int) -> None:
+        block_hash = self._block_hash[block]
+        if block_hash is not None:
+            self._block_hash[block] = None
+            blocks = self._cached[block_hash]
+            del blocks[block]
+            if not blocks:
+                del self._cached[block_hash]
+
+    def _register(self, request: Request, holding: _Holding, num_full: int) -> None:
+        """Let the request's first `num_full` blocks be found by hash. Equal blocks are not merged."""
+        if num_full <= holding.num_registered:
+            return
+        hashes = self._hashes(request, num_full)
+        for i in range(holding.num_registered, num_full):
+            block = holding.blocks[i]
+            self._block_hash[block] = hashes[i]
+            self._cached.setdefault(hashes[i], {})[block] = None
+        holding.num_registered = num_full
+
+    def _hashes(self, request: Request, num_blocks: int) -> list[bytes]:
+        """The hashes of the request's first `num_blocks` full blocks; each is computed once while it holds any."""
+        hashes = self._held.setdefault(request.request_id, _Holding()).hashes
+        for i in range(len(hashes), num_blocks):
+            tokens = request.token_ids[i * self.block_size : (i + 1) * self.block_size]
+            hashes.append(hash_block(hashes[-1] if hashes else b"", tokens))
+        return hashes[:num_blocks]
+
+    def check(self) -> None:
+        """Raise AssertionError unless the invariants hold; for tests, after every step."""
+        counts = [0] * self.num_blocks
+        for request_id, holding in self._held.items():
+            assert len(set(holding.blocks)) == len(holding.blocks), f"{request_id} holds a block twice"
+            assert holding.num_registered <= min(len(holding.blocks), len(holding.hashes) or len(holding.blocks))
+            for block in holding.blocks:
+                counts[block] += 1
+        assert counts == self._ref_counts, "reference counts differ from the tables that hold the blocks"
+        free = {block for block, count in enumerate(counts) if count == 0}
+        assert free == set(self._free), "the free queue differs from the blocks nobody holds"
+        named = {(block_hash, block) for block_hash, blocks in self._cached.items() for block in blocks}
+        assert named == {(h, block) for block, h in enumerate(self._block_hash) if h is not None}
+        assert all(self._cached.values()), "an empty entry stayed in the prefix cache"

@@ -1,0 +1,287 @@
+"""The loop: tokenize, step, detokenize (chapter 2.2, section 4).
+
+This module decides what a caller's prompts become and when text comes back. It does not decide who is computed
+(scheduler.py) or how (model_runner.py).
+"""
+
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from itertools import count
+from typing import Any
+
+from nanoserve.block_manager import BlockManager
+from nanoserve.config import EngineConfig
+from nanoserve.detokenizer import Detokenizer
+from nanoserve.loader import find_model, load_config, load_tokenizer
+from nanoserve.model_runner import ModelRunner, TokenLogprobs
+from nanoserve.request import (
+    CompletionOutput,
+    Logprob,
+    Request,
+    RequestMetrics,
+    RequestOutput,
+    RequestStatus,
+    SamplingParams,
+)
+from nanoserve.scheduler import Scheduler, SchedulerOutput
+
+Prompt = str | Sequence[int] | dict[str, Any]
+
+
+class _RequestState:
+    """A request as its caller sees it: text, logprobs and times, beside the scheduler's Request."""
+
+    def __init__(self, request: Request, prompt: str | None, tokenizer: Any):
+        params = request.sampling_params
+        self.request, self.prompt = request, prompt
+        self.detokenizer = Detokenizer(tokenizer, request.token_ids, params.stop, params.skip_special_tokens)
+        self.logprobs: list[dict[int, Logprob]] | None = None if params.logprobs is None else []
+        self.metrics = RequestMetrics(request.arrival_time)
+        self.num_read = request.num_tokens  # tokens the detokenizer has had
+        self.has_news = False  # something its caller has not been given yet
+
+    @property
+    def finished(self) -> bool:
+        return self.request.status.is_finished
+
+    def output(self) -> RequestOutput:
+        self.has_news, request = False, self.request
+        completion = CompletionOutput(
+            text=self.detokenizer.shown(self.finished),
+            token_ids=request.output_token_ids,
+            finish_reason=request.status.finish_reason,
+            stop_reason=request.stop_reason,
+            logprobs=self.logprobs and self.logprobs[:],
+        )
+        ids, prompt_ids = request.request_id, request.token_ids[: request.num_prompt_tokens]
+        metrics = replace(self.metrics, num_preemptions=request.num_preemptions)
+        return RequestOutput(
+            ids, self.prompt, prompt_ids, [completion], self.finished, request.num_cached_tokens, metrics
+        )
+
+
+class LLM:
+    """The offline engine, in the shape of vLLM's LLM and LLMEngine.
+
+    `model` is a local folder, a hub id, or "demo"; the options are EngineConfig's. Raises ValueError for an unknown or
+    impossible option and for a model that is broken or not supported.
+    """
+
+    def __init__(self, model: str, **options: Any):
+        config = EngineConfig.from_options(model, options)
+        folder = find_model(model)
+        hf_config = load_config(folder)
+        self.tokenizer, eos_token_ids = load_tokenizer(folder, hf_config)
+        self.config = config = config.for_model(hf_config, min(hf_config.vocab_size, len(self.tokenizer)))
+        self.runner = runner = ModelRunner(config, folder)
+        num_slots = runner.num_blocks * runner.block_size
+        self.block_manager = BlockManager(runner.num_blocks, runner.block_size, config.enable_prefix_caching)
+        self.scheduler = Scheduler(
+            self.block_manager,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            # A limit nobody asked for gives way to what the cache holds.
+            max_model_len=options.get("max_model_len") or min(config.max_model_len, num_slots),
+            policy=config.scheduling_policy,
+            long_prefill_token_threshold=config.long_prefill_token_threshold,
+            eos_token_ids=eos_token_ids,
+        )
+        self.last_output: SchedulerOutput | None = None  # the step that ran last, for whoever watches
+        self._states: dict[str, _RequestState] = {}
+        self._ids = count()
+        print(
+            f"nanoserve: {runner.device}, {runner.dtype}, attention {runner.backend.name}, {runner.num_blocks} K/V blocks "
+            f"x {runner.block_size} tokens, max_model_len {self.scheduler.max_model_len}",
+            file=sys.stderr,
+        )
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        priority: Sequence[int] | None = None,
+    ) -> list[RequestOutput]:
+        """Complete prompts: a str, a list of token ids, {"prompt": str} or {"prompt_token_ids": [...]}, one or a list.
+
+        Returns one finished RequestOutput a prompt, in the prompts' order. Raises ValueError before anything is queued
+        if one of them is impossible, a list has the wrong length, or `priority` is given under "fcfs".
+        """
+        from tqdm import tqdm
+
+        states = self._make_states(prompts, sampling_params, priority)
+        num_tokens, begin = 0, time.perf_counter()
+        with tqdm(total=len(states), desc="requests", disable=not use_tqdm) as bar:
+            for state in self._run(states):
+                num_tokens += 1
+                if state.finished and use_tqdm:
+                    used = 1 - self.block_manager.num_free_blocks / self.block_manager.num_blocks
+                    queues = f"running {len(self.scheduler.running)}, waiting {len(self.scheduler.waiting)}"
+                    bar.set_postfix_str(
+                        f"{num_tokens / (time.perf_counter() - begin):.1f} tokens/s, {queues}, KV {used:.0%}"
+                    )
+                    bar.update()
+        return [state.output() for state in states]
+
+    def generate_stream(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        priority: Sequence[int] | None = None,
+    ) -> Iterator[RequestOutput]:
+        """As `generate`, but each RequestOutput as it grows; closing the iterator aborts what is unfinished."""
+        states = self._make_states(prompts, sampling_params, priority)
+        return (state.output() for state in self._run(states))
+
+    def chat(
+        self,
+        messages: Sequence[dict] | Sequence[Sequence[dict]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        add_generation_prompt: bool = True,
+        chat_template_kwargs: dict[str, Any] | None = None,
+        priority: Sequence[int] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation or a list of them, each a list of {"role": ..., "content": ...} messages.
+
+        The prompt is the tokenizer's chat template, which writes its own special tokens. Raises ValueError as
+        `generate` does, and for messages the template refuses.
+        """
+        prompts = self.preprocess_chat(messages, add_generation_prompt, chat_template_kwargs)
+        return self.generate(prompts, sampling_params, use_tqdm, priority)
+
+    def preprocess_chat(
+        self, messages: Sequence, add_generation_prompt: bool = True, chat_template_kwargs: dict | None = None
+    ) -> list[Prompt]:
+        """The prompts `chat` would complete: one for a conversation, or one for each of a list of them."""
+        options = {"tokenize": False, "add_generation_prompt": add_generation_prompt, **(chat_template_kwargs or {})}
+        prompts: list[Prompt] = []
+        for conversation in [messages] if messages and isinstance(messages[0], dict) else messages:
+            try:
+                text = self.tokenizer.apply_chat_template(conversation, **options)
+            except Exception as error:
+                raise ValueError(f"the chat template cannot render {conversation!r:.200}: {error}") from error
+            ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]  # the template wrote its own
+            prompts.append({"prompt": text, "prompt_token_ids": ids})
+        return prompts
+
+    def add_request(
+        self, request_id: str, prompt: Prompt, sampling_params: SamplingParams | None = None, priority: int = 0
+    ) -> None:
+        """Queue one request, at any time. Raises ValueError; then nothing is queued."""
+        self._add(self._make_state(request_id, prompt, sampling_params or SamplingParams(), priority))
+
+    def abort_request(self, request_ids: str | Iterable[str]) -> None:
+        """Drop requests and give their blocks back; ids that are not live are ignored."""
+        for request_id in [request_ids] if isinstance(request_ids, str) else list(request_ids):
+            self.scheduler.abort_request(request_id)
+            self._states.pop(request_id, None)
+
+    def has_unfinished_requests(self) -> bool:
+        return self.scheduler.has_unfinished_requests
+
+    def step(self) -> list[RequestOutput]:
+        """One iteration of the loop; the outputs of the requests that got a token.
+
+        If the step fails, its requests are back in the waiting queue, and what it raised is raised.
+        """
+        return [state.output() for state in self._step()]
+
+    def _step(self) -> list[_RequestState]:
+        self.last_output = output = self.scheduler.schedule()
+        states = [self._states[share.request_id] for share in output.scheduled]
+        now = time.time()
+        try:
+            result = self.runner.execute(output)
+            self.scheduler.update_from_output(output, result.sampled_token_ids)
+        except BaseException:
+            self.scheduler.requeue_step(output)
+            raise
+        for state, logprobs in zip(states, result.logprobs, strict=True):
+            state.metrics.first_scheduled_time = state.metrics.first_scheduled_time or now
+            self._read(state, logprobs)
+        return [state for state in states if state.has_news]
+
+    def _read(self, state: _RequestState, logprobs: list[TokenLogprobs]) -> None:
+        """Turn a request's new tokens into text, and end it if its text has come to a stop string."""
+        request = state.request
+        new_ids = request.token_ids[state.num_read :]
+        if not new_ids:
+            return
+        now, state.has_news, state.num_read = time.time(), True, request.num_tokens
+        state.metrics.first_token_time = state.metrics.first_token_time or now
+        if state.logprobs is not None:
+            state.logprobs += [self._logprobs(each) for each in logprobs[: len(new_ids)]]
+        if request.status is RequestStatus.FINISHED_STOPPED:
+            new_ids = new_ids[:-1]  # the id that ended it is no part of the text
+        stop = state.detokenizer.append(new_ids, state.finished)
+        if stop is not None:
+            self.scheduler.finish_request(request, RequestStatus.FINISHED_STOPPED, stop)
+        if state.finished:
+            state.metrics.finished_time = now
+            del self._states[request.request_id]
+
+    def _logprobs(self, token: TokenLogprobs) -> dict[int, Logprob]:
+        ranks = [token.rank, *range(1, len(token.token_ids))]
+        entries = zip(token.token_ids, token.logprobs, ranks, strict=True)
+        return {i: Logprob(logprob, rank, self.tokenizer.decode([i])) for i, logprob, rank in entries}
+
+    def _run(self, states: list[_RequestState]) -> Iterator[_RequestState]:
+        """Step until these requests are done, giving out each one that has got further; others may run beside them."""
+        try:
+            for state in states:
+                self._add(state)
+            while states:
+                self._step()
+                yield from [state for state in states if state.has_news]
+                states = [state for state in states if not state.finished]
+        finally:
+            self.abort_request(state.request.request_id for state in states)
+
+    def _make_states(self, prompts: Any, params: Any, priority: Any) -> list[_RequestState]:
+        """One state a prompt; all are checked before the first is queued."""
+        if isinstance(prompts, str | dict) or (prompts and isinstance(prompts[0], int)):
+            prompts = [prompts]
+        params = _one_each("sampling_params", params or SamplingParams(), len(prompts), SamplingParams)
+        if priority is not None and self.config.scheduling_policy != "priority":
+            raise ValueError("priority was given, but scheduling_policy is 'fcfs'")
+        priorities = _one_each("priority", priority or 0, len(prompts), int)
+        arguments = zip(prompts, params, priorities, strict=True)
+        states = [self._make_state(str(next(self._ids)), *each) for each in arguments]
+        for state in states:
+            self.scheduler.check_request(state.request)
+        return states
+
+    def _make_state(self, request_id: str, prompt: Prompt, params: SamplingParams, priority: int) -> _RequestState:
+        text, token_ids = self._tokenize(prompt)
+        return _RequestState(Request(request_id, token_ids, params, priority, time.time()), text, self.tokenizer)
+
+    def _tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        """Text and ids of a prompt. Raises ValueError for what is no prompt, and for ids the model does not have."""
+        text, token_ids = None, prompt
+        if isinstance(prompt, dict):
+            text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids", prompt.get("prompt"))
+        if isinstance(token_ids, str):
+            text, token_ids = token_ids, self.tokenizer(token_ids)["input_ids"]
+        if not isinstance(token_ids, list | tuple) or not all(type(token_id) is int for token_id in token_ids):
+            raise ValueError(f"a prompt must be a str, a list of token ids or a dict with either, got {prompt!r:.200}")
+        limit = self.config.hf_config.vocab_size
+        if token_ids and not (0 <= min(token_ids) and max(token_ids) < limit):
+            raise ValueError(f"token ids must be in [0, {limit}), got {min(token_ids)} to {max(token_ids)}")
+        return text, list(token_ids)
+
+    def _add(self, state: _RequestState) -> None:
+        self.scheduler.add_request(state.request)
+        self._states[state.request.request_id] = state
+
+
+def _one_each(name: str, value: Any, num_prompts: int, kind: type) -> list[Any]:
+    """`value` for every prompt, or its items one for each. Raises ValueError if their number or type is wrong."""
+    values = [value] * num_prompts if isinstance(value, kind) else value
+    if not isinstance(values, list | tuple) or not all(isinstance(item, kind) for item in values):
+        raise ValueError(f"{name} must be a {kind.__name__} or a list of them, got {value!r:.200}")
+    if len(values) != num_prompts:
+        raise ValueError(f"{name} has {len(values)} items for {num_prompts} prompts")
+    return list(values)

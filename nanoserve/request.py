@@ -1,0 +1,190 @@
+"""A request and how far it has got.
+
+This module decides what a caller may ask for (`SamplingParams`), what the engine remembers of it (`Request`), and what
+the caller gets back (`RequestOutput`). It does not know who is scheduled when, where K/V lies, or what a token means.
+
+Is the sampled token counted yet? The question every reader of a scheduler asks; block size 4, prompt of 5 tokens:
+
+    moment                        num_tokens  num_computed_tokens  blocks
+    added                              5               0              0
+    schedule() gives it 5              5               5              2    counted when promised, before it is computed
+    update_from_output() appends       6               5              2    the sampled token is known, not computed
+    schedule() gives it 1              6               6              2    its K/V is written by this step
+    update_from_output() appends       7               6              2
+    preempted                          7               0              0    outputs stay, K/V is lost
+    schedule() gives it 7              7               7              2    recompute (chapter 2.2, section 6.3)
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from math import isfinite
+
+
+def _number(name: str, value, low: float, high: float, *, integer: bool = False, low_open: bool = False):
+    """Raise unless `value` is a number in [low, high], or (low, high] with `low_open`."""
+    kind = int if integer else (int, float)
+    if isinstance(value, bool) or not isinstance(value, kind):
+        raise ValueError(f"{name} must be {'an integer' if integer else 'a number'}, got {value!r}")
+    if not isfinite(value) or value > high or value < low or (low_open and value == low):
+        raise ValueError(f"{name} must be in {'(' if low_open else '['}{low}, {high}], got {value!r}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How to choose a request's tokens and when to stop. Names, meanings and defaults are vLLM's (sampling_params.py).
+
+    Raises ValueError, naming the value and its limits, on construction.
+    """
+
+    temperature: float = 1.0  # 0 is greedy: the largest logit, exactly
+    top_p: float = 1.0  # keep the smallest set whose probability reaches top_p
+    top_k: int = 0  # keep the k largest; 0 or -1: all
+    min_p: float = 0.0  # keep tokens at least min_p times as probable as the likeliest
+    seed: int | None = None  # the same tokens alone, in any batch, after preemption
+    max_tokens: int | None = 16  # None: up to max_model_len
+    stop: str | Sequence[str] | None = None  # strings that end the output; not part of it
+    stop_token_ids: Sequence[int] | None = None  # ids that end the output
+    ignore_eos: bool = False
+    logprobs: int | None = None  # return this many most likely tokens per position, besides the sampled one
+    skip_special_tokens: bool = True
+
+    def __post_init__(self):
+        _number("temperature", self.temperature, 0, 1e6)
+        _number("top_p", self.top_p, 0, 1, low_open=True)
+        _number("top_k", self.top_k, -1, 2**31, integer=True)
+        _number("min_p", self.min_p, 0, 1)
+        for name, low, high in (("seed", -(2**63), 2**64 - 1), ("max_tokens", 1, 2**31), ("logprobs", 0, 2**20)):
+            if getattr(self, name) is not None:
+                _number(name, getattr(self, name), low, high, integer=True)
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop or ()
+        ids = self.stop_token_ids or ()
+        if not isinstance(stop, Sequence) or not all(isinstance(s, str) and s for s in stop):
+            raise ValueError(f"stop must be a non-empty string or a list of them, got {self.stop!r}")
+        if not isinstance(ids, Sequence) or not all(type(i) is int and i >= 0 for i in ids):
+            raise ValueError(f"stop_token_ids must be a list of token ids >= 0, got {self.stop_token_ids!r}")
+        for name in ("ignore_eos", "skip_special_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        object.__setattr__(self, "stop", tuple(stop))
+        object.__setattr__(self, "stop_token_ids", tuple(ids))
+
+
+class RequestStatus(IntEnum):
+    """Where a request stands; everything past PREEMPTED is finished (vLLM v1/request.py)."""
+
+    WAITING = 0
+    RUNNING = 1
+    PREEMPTED = 2
+    FINISHED_STOPPED = 3
+    FINISHED_LENGTH_CAPPED = 4
+    FINISHED_ABORTED = 5
+
+    @property
+    def is_finished(self) -> bool:
+        return self > RequestStatus.PREEMPTED
+
+    @property
+    def finish_reason(self) -> str | None:
+        return {3: "stop", 4: "length", 5: "abort"}.get(self.value)
+
+
+class Request:
+    """One prompt on its way. Only the Scheduler writes to it (vLLM v1/request.py)."""
+
+    __slots__ = (
+        "request_id", "sampling_params", "priority", "arrival_time", "sort_key", "status", "stop_reason", "token_ids",
+        "num_prompt_tokens", "max_num_tokens", "num_computed_tokens", "num_in_flight_tokens", "spec_token_ids",
+        "num_preemptions", "num_cached_tokens",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        sampling_params: SamplingParams,
+        priority: int = 0,
+        arrival_time: float = 0.0,
+    ):
+        self.request_id = request_id
+        self.sampling_params = sampling_params
+        self.priority = priority  # a smaller value is more important
+        self.arrival_time = arrival_time
+        self.sort_key: tuple = ()  # set by Scheduler.add_request: smallest is admitted, largest is preempted
+        self.status = RequestStatus.WAITING
+        self.stop_reason: int | str | None = None
+        self.token_ids = list(prompt_token_ids)  # prompt and output in one list
+        self.num_prompt_tokens = len(self.token_ids)
+        self.max_num_tokens = 0  # set by Scheduler.add_request: the length at which the request ends
+        self.num_computed_tokens = 0  # tokens whose K/V is written, or will be by steps already scheduled
+        self.num_in_flight_tokens = 0  # of those: tokens of steps scheduled and not yet seen by update_from_output
+        self.spec_token_ids: list[int] = []  # drafts to verify in the next step
+        self.num_preemptions = 0
+        self.num_cached_tokens = 0  # prompt tokens taken from the prefix cache at first admission
+
+    @property
+    def num_tokens(self) -> int:
+        """Known tokens: the prompt and every sampled token."""
+        return len(self.token_ids)
+
+    @property
+    def num_tokens_with_spec(self) -> int:
+        """What num_computed_tokens chases: known tokens and drafts (chapter 2.2, section 6)."""
+        return len(self.token_ids) + len(self.spec_token_ids)
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        return self.token_ids[self.num_prompt_tokens :]
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    def __repr__(self) -> str:
+        computed = f"{self.num_computed_tokens}/{self.num_tokens_with_spec}"
+        return f"Request({self.request_id}, {self.status.name}, computed {computed})"
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """A token's log-probability under the model's own distribution and its rank in it (1: the likeliest)."""
+
+    logprob: float
+    rank: int
+    decoded_token: str | None = None
+
+
+@dataclass(slots=True)
+class RequestMetrics:
+    """When things happened to a request, in seconds of time.time(); None: not yet."""
+
+    arrival_time: float
+    first_scheduled_time: float | None = None
+    first_token_time: float | None = None
+    finished_time: float | None = None
+    num_preemptions: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionOutput:
+    """What a request has produced so far; `index` is always 0, since there is one completion a request."""
+
+    text: str
+    token_ids: list[int]
+    finish_reason: str | None = None  # "stop", "length" or "abort"; None: unfinished
+    stop_reason: int | str | None = None  # the stop string or stop token id that ended it; None for EOS and length
+    logprobs: list[dict[int, Logprob]] | None = None
+    index: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """A request as its caller sees it; the shape is vLLM's (outputs.py)."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    num_cached_tokens: int
+    metrics: RequestMetrics

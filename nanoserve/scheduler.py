@@ -1,0 +1,301 @@
+"""How many tokens of which request to compute now (chapter 2.2, section 6; vLLM 0.32.0 v1/core/sched/scheduler.py).
+
+There is no prefill phase and no decode phase. A request has tokens that are known (num_tokens_with_spec) and tokens
+that are computed (num_computed_tokens); each step hands out a budget of tokens so that the second catches up with the
+first. Chunked prefill, decoding, recomputing after preemption and verifying drafts are all this one subtraction.
+
+The module does not know models, tensors or text: it needs a BlockManager and integers. vLLM's queues for skipped
+requests (grammars, LoRA, remote K/V, streaming sessions) cannot arise in a text-only engine and are left out.
+"""
+
+from bisect import insort
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+
+from nanoserve.block_manager import BlockManager, cdiv
+from nanoserve.request import Request, RequestStatus, SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledRequest:
+    """One request's share of a step."""
+
+    request_id: str
+    token_ids: list[int]  # what to compute, drafts last
+    num_computed_tokens: int  # position of the first
+    block_ids: list[int]  # the request's whole block table
+    num_spec_tokens: int  # how many of token_ids are drafts
+    is_last_chunk: bool  # reaches the end of the known tokens, so it samples
+    sampling_params: SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerOutput:
+    """One step, in scheduling order."""
+
+    scheduled: list[ScheduledRequest]
+    preempted_req_ids: set[str]  # lost their K/V since the previous output
+    finished_req_ids: set[str]  # finished since the previous output, for whoever keeps state per request
+    num_free_blocks: int
+    step: int  # counts from 0
+
+
+class Scheduler:
+    """vLLM V1's Scheduler: two queues and a token budget.
+
+    Both policies are one sort key: the smallest waiting request is admitted first, the largest running one is preempted
+    first. "fcfs" sorts by the order of arrival, "priority" by (priority, arrival_time), smaller being more important.
+    """
+
+    def __init__(
+        self,
+        block_manager: BlockManager,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+        policy: str = "fcfs",
+        long_prefill_token_threshold: int = 0,
+        eos_token_ids: Collection[int] = frozenset(),
+    ):
+        if policy not in ("fcfs", "priority"):
+            raise ValueError(f"policy must be 'fcfs' or 'priority', got {policy!r}")
+        self.block_manager = block_manager
+        self.max_num_seqs = max_num_seqs
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.max_model_len = max_model_len
+        self.policy = policy
+        self.long_prefill_token_threshold = long_prefill_token_threshold
+        self.eos_token_ids = frozenset(eos_token_ids)
+        self.requests: dict[str, Request] = {}  # live, by id
+        self.waiting: list[Request] = []  # sorted, next to be admitted first
+        self.running: list[Request] = []  # in order of admission
+        self._in_flight: dict[int, list[Request]] = {}  # by step: scheduled, not yet seen by update_from_output
+        self._preempted_req_ids: set[str] = set()  # for the next output
+        self._finished_req_ids: set[str] = set()
+        self._num_added = 0
+        self._step = 0
+
+    @property
+    def has_unfinished_requests(self) -> bool:
+        return bool(self.requests)
+
+    def check_request(self, request: Request) -> None:
+        """Raise ValueError, naming the value and the limit, if the request could not finish even on an empty engine."""
+        name, length, max_tokens = request.request_id, request.num_prompt_tokens, request.sampling_params.max_tokens
+        if name in self.requests:
+            raise ValueError(f"request id {name!r} is in use by an unfinished request")
+        if not 0 < length < self.max_model_len:
+            raise ValueError(
+                f"a prompt must have 1 to max_model_len={self.max_model_len} - 1 tokens, {name} has {length}"
+            )
+        # The last sampled token is returned but never computed, so it needs no slot.
+        num_blocks = cdiv(self._max_num_tokens(request) - 1, self.block_manager.block_size)
+        if num_blocks > self.block_manager.num_blocks:
+            raise ValueError(
+                f"request {name} may need {num_blocks} K/V blocks for {length} prompt tokens and {max_tokens=}, "
+                f"the cache has {self.block_manager.num_blocks}"
+            )
+
+    def _max_num_tokens(self, request: Request) -> int:
+        max_tokens = request.sampling_params.max_tokens or self.max_model_len
+        return min(self.max_model_len, request.num_prompt_tokens + max_tokens)
+
+    def add_request(self, request: Request) -> None:
+        """Queue a request. Raises ValueError as check_request does; then nothing is queued."""
+        self.check_request(request)
+        arrival = (request.priority, request.arrival_time, request.request_id)
+        request.sort_key = arrival if self.policy == "priority" else (self._num_added,)
+        request.max_num_tokens = self._max_num_tokens(request)
+        self._num_added += 1
+        self.requests[request.request_id] = request
+        insort(self.waiting, request, key=lambda r: r.sort_key)
+
+    def schedule(self) -> SchedulerOutput:
+        """Share out one step's token budget: running requests first, then waiting ones (chapter 2.2, section 6.2).
+
+        >>> from nanoserve.request import Request, SamplingParams
+        >>> scheduler = Scheduler(BlockManager(8, 4), max_num_seqs=2, max_num_batched_tokens=6, max_model_len=32)
+        >>> for name in "AB":
+        ...     scheduler.add_request(Request(name, [ord(name)] * 5, SamplingParams()))
+        >>> [(s.request_id, len(s.token_ids), s.is_last_chunk) for s in scheduler.schedule().scheduled]
+        [('A', 5, True), ('B', 1, False)]
+        """
+        budget = self.max_num_batched_tokens
+        shares: dict[str, int] = {}  # request id -> tokens, in scheduling order
+        preempted = False
+        for request in self.running[:]:
+            if budget == 0:
+                break
+            if request.status is not RequestStatus.RUNNING:
+                continue  # the victim of a request before it
+            num_new = self._num_new_tokens(request, request.num_computed_tokens, budget)
+            num_new = min(num_new, self.max_model_len - 1 - request.num_computed_tokens)
+            if num_new == 0:
+                continue
+            while self.block_manager.allocate_slots(request, num_new) is None:
+                preempted = True
+                victim = max(self.running, key=lambda r: r.sort_key)
+                budget += shares.pop(victim.request_id, 0)  # withdrawn from this step
+                self._preempt(victim)
+                if victim is request:
+                    break
+            if request.status is not RequestStatus.RUNNING:
+                break
+            shares[request.request_id] = num_new
+            budget -= num_new
+
+        while not preempted and self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
+            request = self.waiting[0]
+            hits = self.block_manager.get_computed_blocks(request)
+            num_cached = len(hits) * self.block_manager.block_size
+            num_new = self._num_new_tokens(request, num_cached, budget)
+            if self.block_manager.allocate_slots(request, num_new, hits, full_sequence_must_fit=True) is None:
+                break  # head of the line: nobody overtakes it
+            self._admit(self.waiting.pop(0), num_cached)
+            shares[request.request_id] = num_new
+            budget -= num_new
+        return self._output(shares)
+
+    def _num_new_tokens(self, request: Request, num_computed_tokens: int, budget: int) -> int:
+        """What the request lacks, capped by the long-prefill threshold, unless it is alone, and by the budget."""
+        num_new = request.num_tokens_with_spec - num_computed_tokens
+        if 0 < self.long_prefill_token_threshold < num_new and len(self.requests) > 1:
+            num_new = self.long_prefill_token_threshold
+        return min(num_new, budget)
+
+    def _admit(self, request: Request, num_cached_tokens: int) -> None:
+        if request.status is RequestStatus.WAITING:
+            request.num_cached_tokens = num_cached_tokens
+        request.status = RequestStatus.RUNNING
+        request.num_computed_tokens = num_cached_tokens
+        self.running.append(request)
+
+    def _preempt(self, request: Request) -> None:
+        """Free the blocks, keep the outputs: recompute is the only way back (chapter 2.2, section 6.3)."""
+        self.running.remove(request)
+        self.block_manager.free(request)
+        request.status = RequestStatus.PREEMPTED
+        request.num_computed_tokens = request.num_in_flight_tokens = 0
+        request.spec_token_ids = []
+        request.num_preemptions += 1
+        self._preempted_req_ids.add(request.request_id)
+        insort(self.waiting, request, key=lambda r: r.sort_key)
+
+    def _output(self, shares: dict[str, int]) -> SchedulerOutput:
+        """Freeze the step. From here on its tokens count as computed, though no kernel has run yet."""
+        scheduled, requests = [], [self.requests[request_id] for request_id in shares]
+        for request, num_new in zip(requests, shares.values(), strict=True):
+            start, end = request.num_computed_tokens, request.num_computed_tokens + num_new
+            num_spec = max(0, end - request.num_tokens)
+            token_ids = request.token_ids[start:end] + request.spec_token_ids[:num_spec]
+            table, is_last = self.block_manager.block_table(request.request_id), end >= request.num_tokens
+            share = (request.request_id, token_ids, start, table, num_spec, is_last, request.sampling_params)
+            scheduled.append(ScheduledRequest(*share))
+            request.spec_token_ids = []
+            request.num_computed_tokens = end
+            request.num_in_flight_tokens += num_new
+        gone = self._preempted_req_ids, self._finished_req_ids
+        output = SchedulerOutput(scheduled, *gone, self.block_manager.num_free_blocks, self._step)
+        self._in_flight[self._step] = requests
+        self._preempted_req_ids, self._finished_req_ids = set(), set()
+        self._step += 1
+        return output
+
+    def update_from_output(self, output: SchedulerOutput, sampled_token_ids: list[list[int]]) -> list[Request]:
+        """Append what the step sampled, in scheduling order, and return the requests that it finished.
+
+        `sampled_token_ids` has one list per scheduled request: empty for an unfinished prompt, else the accepted drafts
+        and one token more. Tokens for a request that was aborted meanwhile are dropped.
+
+        >>> from nanoserve.request import Request, SamplingParams
+        >>> scheduler = Scheduler(BlockManager(8, 4), max_num_seqs=2, max_num_batched_tokens=8, max_model_len=32)
+        >>> scheduler.add_request(Request("A", [7, 8, 9], SamplingParams(max_tokens=2)))
+        >>> scheduler.update_from_output(scheduler.schedule(), [[5]])
+        []
+        >>> scheduler.update_from_output(scheduler.schedule(), [[6]])[0].output_token_ids
+        [5, 6]
+        """
+        finished = []
+        in_flight = self._in_flight[output.step]
+        for share, request, token_ids in zip(output.scheduled, in_flight, sampled_token_ids, strict=True):
+            if request.status is not RequestStatus.RUNNING:
+                continue
+            request.num_in_flight_tokens -= len(share.token_ids)
+            if token_ids:
+                request.num_computed_tokens -= share.num_spec_tokens + 1 - len(token_ids)  # rejected drafts
+            for token_id in token_ids:
+                request.token_ids.append(token_id)
+                if self._check_stop(request, token_id):
+                    self._finish(request)
+                    finished.append(request)
+                    break
+        if finished:
+            self.running = [request for request in self.running if request.status is RequestStatus.RUNNING]
+        del self._in_flight[output.step]
+        return finished
+
+    def _check_stop(self, request: Request, token_id: int) -> bool:
+        """Ids that end the output come before the lengths that do (vLLM v1/core/sched/utils.py)."""
+        params = request.sampling_params
+        if token_id in self.eos_token_ids and not params.ignore_eos:
+            request.status = RequestStatus.FINISHED_STOPPED
+        elif token_id in params.stop_token_ids:
+            request.status = RequestStatus.FINISHED_STOPPED
+            request.stop_reason = token_id
+        elif request.num_tokens >= request.max_num_tokens:
+            request.status = RequestStatus.FINISHED_LENGTH_CAPPED
+        return request.status.is_finished
+
+    def _finish(self, request: Request) -> None:
+        self.block_manager.free(request)
+        del self.requests[request.request_id]
+        self._finished_req_ids.add(request.request_id)
+
+    def update_draft_token_ids(self, draft_token_ids: dict[str, list[int]]) -> None:
+        """Give running requests tokens to verify in the next step; drafts for anyone else are dropped."""
+        for request_id, token_ids in draft_token_ids.items():
+            request = self.requests.get(request_id)
+            if request in self.running and request.num_computed_tokens == request.num_tokens - 1:
+                request.spec_token_ids = list(token_ids)
+
+    def finish_request(self, request: Request, status: RequestStatus, stop_reason: int | str | None = None) -> None:
+        """End a request from outside, in whatever state it is: its text came to a stop string, or its caller left."""
+        if request.status.is_finished:  # by an id or a length, in the step that completed the stop string
+            request.status, request.stop_reason = status, stop_reason
+            return
+        (self.running if request.status is RequestStatus.RUNNING else self.waiting).remove(request)
+        request.status, request.stop_reason = status, stop_reason
+        self._finish(request)
+
+    def abort_request(self, request_id: str) -> None:
+        """Drop a request and its blocks; no-op for an id that is not live. Tokens still on their way are ignored."""
+        if request_id in self.requests:
+            self.finish_request(self.requests[request_id], RequestStatus.FINISHED_ABORTED)
+
+    def requeue_step(self, output: SchedulerOutput) -> None:
+        """The step failed: put its requests back in waiting as if they had been preempted, K/V forgotten."""
+        for request in self._in_flight.pop(output.step, ()):
+            if request.status is RequestStatus.RUNNING:
+                self._preempt(request)
+        self.running = [request for request in self.running if request.status is RequestStatus.RUNNING]
+        self._preempted_req_ids |= output.preempted_req_ids
+        self._finished_req_ids |= output.finished_req_ids
+
+    def check(self) -> None:
+        """Raise AssertionError unless the invariants hold; for tests, after every step."""
+        self.block_manager.check()
+        queued: Iterable[Request] = [*self.running, *self.waiting]
+        assert sorted(r.request_id for r in queued) == sorted(self.requests), "a request is in no queue or in two"
+        assert len(self.running) <= self.max_num_seqs
+        assert all(r.status is RequestStatus.RUNNING for r in self.running)
+        assert self.waiting == sorted(self.waiting, key=lambda r: r.sort_key)
+        size = self.block_manager.block_size
+        for request in self.waiting:
+            assert request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+            assert request.num_computed_tokens == 0 and not self.block_manager.block_table(request.request_id)
+        for request in self.running:
+            assert 0 <= request.num_in_flight_tokens <= request.num_computed_tokens
+            assert request.num_computed_tokens - request.num_in_flight_tokens < request.num_tokens
+            assert request.num_tokens < request.max_num_tokens
+            assert len(self.block_manager.block_table(request.request_id)) >= cdiv(request.num_computed_tokens, size)
