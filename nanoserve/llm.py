@@ -91,9 +91,10 @@ class LLM:
         self.last_output: SchedulerOutput | None = None  # the step that ran last, for whoever watches
         self._states: dict[str, _RequestState] = {}
         self._ids = count()
+        cache = f"{runner.num_blocks} blocks of {runner.block_size} tokens"
         print(
-            f"nanoserve: {runner.device}, {runner.dtype}, attention {runner.backend.name}, {runner.num_blocks} K/V blocks "
-            f"x {runner.block_size} tokens, max_model_len {self.scheduler.max_model_len}",
+            f"nanoserve: {runner.device}, {runner.dtype}, attention {runner.backend.name}, K/V cache {cache} = {num_slots}, "
+            f"max_model_len {self.scheduler.max_model_len}",
             file=sys.stderr,
         )
 
@@ -113,16 +114,15 @@ class LLM:
 
         states = self._make_states(prompts, sampling_params, priority)
         num_tokens, begin = 0, time.perf_counter()
-        with tqdm(total=len(states), desc="requests", disable=not use_tqdm) as bar:
+        with tqdm(total=len(states), desc="requests", disable=not use_tqdm, miniters=0) as bar:
             for state in self._run(states):
                 num_tokens += 1
-                if state.finished and use_tqdm:
+                if state.finished or num_tokens % 64 == 0:
+                    rate = f"{num_tokens / (time.perf_counter() - begin):.1f} tokens/s"
                     used = 1 - self.block_manager.num_free_blocks / self.block_manager.num_blocks
                     queues = f"running {len(self.scheduler.running)}, waiting {len(self.scheduler.waiting)}"
-                    bar.set_postfix_str(
-                        f"{num_tokens / (time.perf_counter() - begin):.1f} tokens/s, {queues}, KV {used:.0%}"
-                    )
-                    bar.update()
+                    bar.set_postfix_str(f"{rate}, {queues}, KV {used:.0%}", refresh=False)
+                    bar.update(int(state.finished))
         return [state.output() for state in states]
 
     def generate_stream(

@@ -97,8 +97,9 @@ class ModelRunner:
         num_blocks = min(space // self.block_bytes, config.max_num_seqs * num_wanted)
         if num_blocks < num_wanted:
             raise ValueError(
-                f"one request of max_model_len={self.max_model_len} needs {num_wanted * self.block_bytes / GiB:.2f} GiB "
-                f"of K/V cache, there is room for {max(space, 0) / GiB:.2f} GiB: lower max_model_len or raise "
+                f"one request of max_model_len={self.max_model_len} needs "
+                f"{num_wanted * self.block_bytes / GiB:.2f} GiB of K/V cache, there is room for "
+                f"{max(space, 0) / GiB:.2f} GiB: lower max_model_len or raise "
                 f"gpu_memory_utilization={config.gpu_memory_utilization}"
             )
         return num_blocks
