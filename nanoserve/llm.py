@@ -6,6 +6,7 @@ This module decides what a caller's prompts become and when text comes back. It 
 
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import count
@@ -28,6 +29,7 @@ from nanoserve.request import (
 from nanoserve.scheduler import Scheduler, SchedulerOutput
 
 Prompt = str | Sequence[int] | dict[str, Any]
+_COUNTERS = "num_steps prompt_tokens generation_tokens num_preemptions recomputed_tokens prefix_cache_hits".split()
 
 
 class _RequestState:
@@ -40,6 +42,7 @@ class _RequestState:
         self.logprobs: list[dict[int, Logprob]] | None = None if params.logprobs is None else []
         self.metrics = RequestMetrics(request.arrival_time)
         self.num_read = request.num_tokens  # tokens the detokenizer has had
+        self.num_reached = 0  # tokens computed at least once
         self.has_news = False  # something its caller has not been given yet
 
     @property
@@ -47,7 +50,7 @@ class _RequestState:
         return self.request.status.is_finished
 
     def output(self) -> RequestOutput:
-        self.has_news, request = False, self.request
+        request = self.request
         completion = CompletionOutput(
             text=self.detokenizer.shown(self.finished),
             token_ids=request.output_token_ids,
@@ -74,6 +77,8 @@ class LLM:
         folder = find_model(model)
         hf_config = load_config(folder)
         self.tokenizer, eos_token_ids = load_tokenizer(folder, hf_config)
+        # As in vLLM: the tokenizer's EOS is no stop_reason, the generation config's further ones are stop_token_ids.
+        self._more_eos_ids = tuple(eos_token_ids - {self.tokenizer.eos_token_id})
         self.config = config = config.for_model(hf_config, min(hf_config.vocab_size, len(self.tokenizer)))
         self.runner = runner = ModelRunner(config, folder)
         num_slots = runner.num_blocks * runner.block_size
@@ -86,17 +91,15 @@ class LLM:
             max_model_len=options.get("max_model_len") or min(config.max_model_len, num_slots),
             policy=config.scheduling_policy,
             long_prefill_token_threshold=config.long_prefill_token_threshold,
-            eos_token_ids=eos_token_ids,
+            eos_token_ids=eos_token_ids & {self.tokenizer.eos_token_id},
         )
         self.last_output: SchedulerOutput | None = None  # the step that ran last, for whoever watches
         self._states: dict[str, _RequestState] = {}
         self._ids = count()
-        cache = f"{runner.num_blocks} blocks of {runner.block_size} tokens"
-        print(
-            f"nanoserve: {runner.device}, {runner.dtype}, attention {runner.backend.name}, K/V cache {cache} = {num_slots}, "
-            f"max_model_len {self.scheduler.max_model_len}",
-            file=sys.stderr,
-        )
+        self._counters = Counter(dict.fromkeys(_COUNTERS, 0))
+        where = f"{runner.device}, {runner.dtype}, attention {runner.backend.name}"
+        cache = f"K/V cache of {runner.num_blocks} blocks x {runner.block_size} tokens = {num_slots} tokens"
+        print(f"nanoserve: {where}, {cache}, max_model_len {self.scheduler.max_model_len}", file=sys.stderr)
 
     def generate(
         self,
@@ -118,10 +121,10 @@ class LLM:
             for state in self._run(states):
                 num_tokens += 1
                 if state.finished or num_tokens % 64 == 0:
+                    now = self.get_metrics()
                     rate = f"{num_tokens / (time.perf_counter() - begin):.1f} tokens/s"
-                    used = 1 - self.block_manager.num_free_blocks / self.block_manager.num_blocks
-                    queues = f"running {len(self.scheduler.running)}, waiting {len(self.scheduler.waiting)}"
-                    bar.set_postfix_str(f"{rate}, {queues}, KV {used:.0%}", refresh=False)
+                    queues = f"running {now['num_requests_running']}, waiting {now['num_requests_waiting']}"
+                    bar.set_postfix_str(f"{rate}, {queues}, KV {now['kv_cache_usage']:.0%}", refresh=False)
                     bar.update(int(state.finished))
         return [state.output() for state in states]
 
@@ -199,17 +202,37 @@ class LLM:
         except BaseException:
             self.scheduler.requeue_step(output)
             raise
-        for state, logprobs in zip(states, result.logprobs, strict=True):
-            state.metrics.first_scheduled_time = state.metrics.first_scheduled_time or now
-            self._read(state, logprobs)
-        return [state for state in states if state.has_news]
+        self._count(output, states, now)
+        return [state for state, logprobs in zip(states, result.logprobs, strict=True) if self._read(state, logprobs)]
 
-    def _read(self, state: _RequestState, logprobs: list[TokenLogprobs]) -> None:
-        """Turn a request's new tokens into text, and end it if its text has come to a stop string."""
+    def _count(self, output: SchedulerOutput, states: list[_RequestState], now: float) -> None:
+        self._counters["num_steps"] += 1
+        self._counters["num_preemptions"] += len(output.preempted_req_ids)
+        for share, state in zip(output.scheduled, states, strict=True):
+            if state.metrics.first_scheduled_time is None:
+                state.metrics.first_scheduled_time = now
+                self._counters["prompt_tokens"] += state.request.num_prompt_tokens
+                self._counters["prefix_cache_hits"] += state.request.num_cached_tokens
+            end = share.num_computed_tokens + len(share.token_ids)
+            self._counters["recomputed_tokens"] += max(0, min(end, state.num_reached) - share.num_computed_tokens)
+            state.num_reached = max(state.num_reached, end)
+
+    def get_metrics(self) -> dict[str, float]:
+        """Counters since construction, in tokens, steps or requests, and the share of K/V blocks in use now.
+
+        A prefix cache hit is counted once per request, at its first admission, out of prompt_tokens.
+        """
+        used = 1 - self.block_manager.num_free_blocks / self.block_manager.num_blocks
+        queues = {"running": len(self.scheduler.running), "waiting": len(self.scheduler.waiting)}
+        return {**self._counters, "kv_cache_usage": used, **{f"num_requests_{k}": v for k, v in queues.items()}}
+
+    def _read(self, state: _RequestState, logprobs: list[TokenLogprobs]) -> bool:
+        """Turn a request's new tokens, if it has any, into text, and end it if that has come to a stop string."""
         request = state.request
         new_ids = request.token_ids[state.num_read :]
         if not new_ids:
-            return
+            return False
+        self._counters["generation_tokens"] += len(new_ids)
         now, state.has_news, state.num_read = time.time(), True, request.num_tokens
         state.metrics.first_token_time = state.metrics.first_token_time or now
         if state.logprobs is not None:
@@ -222,6 +245,7 @@ class LLM:
         if state.finished:
             state.metrics.finished_time = now
             del self._states[request.request_id]
+        return True
 
     def _logprobs(self, token: TokenLogprobs) -> dict[int, Logprob]:
         ranks = [token.rank, *range(1, len(token.token_ids))]
@@ -235,8 +259,11 @@ class LLM:
                 self._add(state)
             while states:
                 self._step()
-                yield from [state for state in states if state.has_news]
-                states = [state for state in states if not state.finished]
+                for state in states:
+                    if state.has_news:  # perhaps from a step that another caller ran
+                        state.has_news = False
+                        yield state
+                states = [state for state in states if state.has_news or not state.finished]
         finally:
             self.abort_request(state.request.request_id for state in states)
 
@@ -256,6 +283,8 @@ class LLM:
 
     def _make_state(self, request_id: str, prompt: Prompt, params: SamplingParams, priority: int) -> _RequestState:
         text, token_ids = self._tokenize(prompt)
+        if self._more_eos_ids and not params.ignore_eos:
+            params = replace(params, stop_token_ids=(*params.stop_token_ids, *self._more_eos_ids))
         return _RequestState(Request(request_id, token_ids, params, priority, time.time()), text, self.tokenizer)
 
     def _tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
