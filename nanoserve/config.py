@@ -35,6 +35,7 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     enforce_eager: bool = False  # True: no CUDA graphs
     scheduling_policy: str = "fcfs"
+    scheduler_cls: type | None = None  # None: Scheduler
     long_prefill_token_threshold: int = 0  # longest share of a request in one step; 0: no limit
     load_format: str = "auto"  # "dummy": random weights, nothing but the config is read
     seed: int = 0

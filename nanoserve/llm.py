@@ -83,7 +83,7 @@ class LLM:
         self.runner = runner = ModelRunner(config, folder)
         num_slots = runner.num_blocks * runner.block_size
         self.block_manager = BlockManager(runner.num_blocks, runner.block_size, config.enable_prefix_caching)
-        self.scheduler = Scheduler(
+        self.scheduler = (config.scheduler_cls or Scheduler)(
             self.block_manager,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,

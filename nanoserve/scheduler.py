@@ -4,12 +4,12 @@ There is no prefill phase and no decode phase. A request has tokens that are kno
 that are computed (num_computed_tokens); each step hands out a budget of tokens so that the second catches up with the
 first. Chunked prefill, decoding, recomputing after preemption and verifying drafts are all this one subtraction.
 
-The module does not know models, tensors or text: it needs a BlockManager and integers. vLLM's queues for skipped
-requests (grammars, LoRA, remote K/V, streaming sessions) cannot arise in a text-only engine and are left out.
+Models, tensors and text are not known here. vLLM's queues for skipped requests (grammars, LoRA, remote K/V, streaming
+sessions) cannot arise in a text-only engine and are left out.
 """
 
 from bisect import insort
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from nanoserve.block_manager import BlockManager, cdiv
@@ -86,16 +86,13 @@ class Scheduler:
         if name in self.requests:
             raise ValueError(f"request id {name!r} is in use by an unfinished request")
         if not 0 < length < self.max_model_len:
-            raise ValueError(
-                f"a prompt must have 1 to max_model_len={self.max_model_len} - 1 tokens, {name} has {length}"
-            )
+            limits = f"from 1 to max_model_len={self.max_model_len} - 1"
+            raise ValueError(f"request {name} has {length} prompt tokens, it must have {limits}")
         # The last sampled token is returned but never computed, so it needs no slot.
         num_blocks = cdiv(self._max_num_tokens(request) - 1, self.block_manager.block_size)
         if num_blocks > self.block_manager.num_blocks:
-            raise ValueError(
-                f"request {name} may need {num_blocks} K/V blocks for {length} prompt tokens and {max_tokens=}, "
-                f"the cache has {self.block_manager.num_blocks}"
-            )
+            needed = f"{num_blocks} K/V blocks for {length} prompt tokens and {max_tokens=}"
+            raise ValueError(f"request {name} may need {needed}, the cache has {self.block_manager.num_blocks}")
 
     def _max_num_tokens(self, request: Request) -> int:
         max_tokens = request.sampling_params.max_tokens or self.max_model_len
@@ -145,7 +142,8 @@ class Scheduler:
             shares[request.request_id] = num_new
             budget -= num_new
 
-        while not preempted and self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
+        max_running = self._max_running()
+        while not preempted and budget > 0 and self.waiting and len(self.running) < max_running:
             request = self.waiting[0]
             hits = self.block_manager.get_computed_blocks(request)
             num_cached = len(hits) * self.block_manager.block_size
@@ -156,6 +154,10 @@ class Scheduler:
             shares[request.request_id] = num_new
             budget -= num_new
         return self._output(shares)
+
+    def _max_running(self) -> int:
+        """How many requests may run once this step has admitted."""
+        return self.max_num_seqs
 
     def _num_new_tokens(self, request: Request, num_computed_tokens: int, budget: int) -> int:
         """What the request lacks, capped by the long-prefill threshold, unless it is alone, and by the budget."""
@@ -195,12 +197,11 @@ class Scheduler:
             request.spec_token_ids = []
             request.num_computed_tokens = end
             request.num_in_flight_tokens += num_new
-        gone = self._preempted_req_ids, self._finished_req_ids
-        output = SchedulerOutput(scheduled, *gone, self.block_manager.num_free_blocks, self._step)
         self._in_flight[self._step] = requests
+        gone = self._preempted_req_ids, self._finished_req_ids
         self._preempted_req_ids, self._finished_req_ids = set(), set()
         self._step += 1
-        return output
+        return SchedulerOutput(scheduled, *gone, self.block_manager.num_free_blocks, self._step - 1)
 
     def update_from_output(self, output: SchedulerOutput, sampled_token_ids: list[list[int]]) -> list[Request]:
         """Append what the step sampled, in scheduling order, and return the requests that it finished.
@@ -256,17 +257,15 @@ class Scheduler:
         """Give running requests tokens to verify in the next step; drafts for anyone else are dropped."""
         for request_id, token_ids in draft_token_ids.items():
             request = self.requests.get(request_id)
-            if request in self.running and request.num_computed_tokens == request.num_tokens - 1:
+            if request and request.status is RequestStatus.RUNNING:
                 request.spec_token_ids = list(token_ids)
 
     def finish_request(self, request: Request, status: RequestStatus, stop_reason: int | str | None = None) -> None:
         """End a request from outside, in whatever state it is: its text came to a stop string, or its caller left."""
-        if request.status.is_finished:  # by an id or a length, in the step that completed the stop string
-            request.status, request.stop_reason = status, stop_reason
-            return
-        (self.running if request.status is RequestStatus.RUNNING else self.waiting).remove(request)
-        request.status, request.stop_reason = status, stop_reason
-        self._finish(request)
+        before, request.status, request.stop_reason = request.status, status, stop_reason
+        if not before.is_finished:  # it may be, by the length that the last token of its stop string reached
+            (self.running if before is RequestStatus.RUNNING else self.waiting).remove(request)
+            self._finish(request)
 
     def abort_request(self, request_id: str) -> None:
         """Drop a request and its blocks; no-op for an id that is not live. Tokens still on their way are ignored."""
@@ -285,17 +284,24 @@ class Scheduler:
     def check(self) -> None:
         """Raise AssertionError unless the invariants hold; for tests, after every step."""
         self.block_manager.check()
-        queued: Iterable[Request] = [*self.running, *self.waiting]
+        queued = [*self.running, *self.waiting]
         assert sorted(r.request_id for r in queued) == sorted(self.requests), "a request is in no queue or in two"
         assert len(self.running) <= self.max_num_seqs
-        assert all(r.status is RequestStatus.RUNNING for r in self.running)
         assert self.waiting == sorted(self.waiting, key=lambda r: r.sort_key)
-        size = self.block_manager.block_size
-        for request in self.waiting:
-            assert request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
-            assert request.num_computed_tokens == 0 and not self.block_manager.block_table(request.request_id)
-        for request in self.running:
-            assert 0 <= request.num_in_flight_tokens <= request.num_computed_tokens
-            assert request.num_computed_tokens - request.num_in_flight_tokens < request.num_tokens
-            assert request.num_tokens < request.max_num_tokens
-            assert len(self.block_manager.block_table(request.request_id)) >= cdiv(request.num_computed_tokens, size)
+        for request in queued:
+            num_blocks = len(self.block_manager.block_table(request.request_id))
+            num_written = request.num_computed_tokens - request.num_in_flight_tokens
+            assert 0 <= num_written < request.num_tokens < request.max_num_tokens
+            assert num_blocks >= cdiv(request.num_computed_tokens, self.block_manager.block_size)
+            if request in self.waiting:
+                assert request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+                assert request.num_computed_tokens == num_blocks == 0
+            else:
+                assert request.status is RequestStatus.RUNNING
+
+
+class StaticBatchScheduler(Scheduler):
+    """The baseline of chapter 2.2, sections 2 and 3: a batch closes once it runs, the next starts when it has ended."""
+
+    def _max_running(self) -> int:
+        return 0 if self.running else self.max_num_seqs
