@@ -18,16 +18,11 @@ Is the sampled token counted yet? The question every reader of a scheduler asks;
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from math import isfinite
 
-
-def _number(name: str, value, low: float, high: float, *, integer: bool = False, low_open: bool = False):
-    """Raise unless `value` is a number in [low, high], or (low, high] with `low_open`."""
-    kind = int if integer else (int, float)
-    if isinstance(value, bool) or not isinstance(value, kind):
-        raise ValueError(f"{name} must be {'an integer' if integer else 'a number'}, got {value!r}")
-    if not isfinite(value) or value > high or value < low or (low_open and value == low):
-        raise ValueError(f"{name} must be in {'(' if low_open else '['}{low}, {high}], got {value!r}")
+_LIMITS = (  # of SamplingParams' numbers; True: an integer
+    ("temperature", False, 0, 1e6), ("top_p", False, 0, 1), ("top_k", True, -1, 2**31), ("min_p", False, 0, 1),
+    ("seed", True, -(2**63), 2**64 - 1), ("max_tokens", True, 1, 2**31), ("logprobs", True, 0, 2**20),
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,13 +45,14 @@ class SamplingParams:
     skip_special_tokens: bool = True
 
     def __post_init__(self):
-        _number("temperature", self.temperature, 0, 1e6)
-        _number("top_p", self.top_p, 0, 1, low_open=True)
-        _number("top_k", self.top_k, -1, 2**31, integer=True)
-        _number("min_p", self.min_p, 0, 1)
-        for name, low, high in (("seed", -(2**63), 2**64 - 1), ("max_tokens", 1, 2**31), ("logprobs", 0, 2**20)):
-            if getattr(self, name) is not None:
-                _number(name, getattr(self, name), low, high, integer=True)
+        for name, integer, low, high in _LIMITS:
+            value = getattr(self, name)
+            if value is None and name in ("seed", "max_tokens", "logprobs"):
+                continue
+            right_type = isinstance(value, int if integer else int | float) and not isinstance(value, bool)
+            if not right_type or not low <= value <= high or (name == "top_p" and value == 0):
+                kind, bracket = "an integer" if integer else "a number", "(" if name == "top_p" else "["
+                raise ValueError(f"{name} must be {kind} in {bracket}{low}, {high}], got {value!r}")
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop or ()
         ids = self.stop_token_ids or ()
         if not isinstance(stop, Sequence) or not all(isinstance(s, str) and s for s in stop):
@@ -91,12 +87,6 @@ class RequestStatus(IntEnum):
 
 class Request:
     """One prompt on its way. Only the Scheduler writes to it (vLLM v1/request.py)."""
-
-    __slots__ = (
-        "request_id", "sampling_params", "priority", "arrival_time", "sort_key", "status", "stop_reason", "token_ids",
-        "num_prompt_tokens", "max_num_tokens", "num_computed_tokens", "num_in_flight_tokens", "spec_token_ids",
-        "num_preemptions", "num_cached_tokens",
-    )  # fmt: skip
 
     def __init__(
         self,

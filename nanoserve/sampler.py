@@ -1,9 +1,10 @@
 """Logits to tokens: one vectorized pass over a batch in which every row may ask for something else.
 
-This module decides how a token is drawn. It does not know requests or positions: rows of logits, rows of parameters.
+This module decides how a token is drawn. It does not know requests or their past: rows of logits and of parameters.
 """
 
 from dataclasses import dataclass
+from hashlib import blake2b
 
 import numpy as np
 import torch
@@ -11,18 +12,20 @@ import torch
 from nanoserve.request import SamplingParams
 
 GREEDY_BELOW = 1e-5  # temperatures under this are greedy, as in vLLM
+ROUNDING = 1e-6  # top_p counts as reached when float32 logits cannot tell
+NOISE_STEP = 2**-24  # the resolution of float32 noise: with a noise of 0, any token would win
+NEG_INF = float("-inf")
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingBatch:
-    """The parameters of the rows that sample, as tensors [num_rows]; None where no row asks for it."""
+    """What the rows ask for, as tensors [num_drawn, 1]; None where none of them does."""
 
-    greedy: torch.Tensor | None  # None: every row is greedy
-    temperature: torch.Tensor | None
-    top_k: torch.Tensor | None
-    top_p: torch.Tensor | None
-    min_p: torch.Tensor | None
-    seeds: tuple[tuple[int, int], ...]  # (row, seed) of the rows that brought a seed
+    rows: torch.Tensor | None  # the rows that draw [num_drawn], the others are greedy; None: all draw
+    temperature: torch.Tensor | None  # None: every row is greedy
+    log_min_p: torch.Tensor | None
+    cuts: tuple[tuple, ...]  # for drawn rows with a top_k, and for those with a top_p only: _keep_likeliest's arguments
+    seeds: tuple[tuple[int, int], ...]  # (place among the rows that draw, seed of this one draw)
     num_logprobs: int | None  # the most any row asks for
 
 
@@ -31,69 +34,97 @@ def make_sampling_batch(
 ) -> SamplingBatch:
     """Lay out the rows' parameters; positions[r] is where row r's token goes in its request.
 
-    A seeded row's randomness is a function of its seed and that position alone: the same alone, in any batch, in chunks,
-    after preemption, and when a step is run again.
+    A seeded row's randomness is a function of its seed and that position alone: the same alone, in any batch, in
+    chunks, after preemption, and when a step is run again.
     """
-    logprobs = [p.logprobs for p in params if p.logprobs is not None]
-    num_logprobs = max(logprobs) if logprobs else None
-    temperature = np.array([p.temperature for p in params], dtype=np.float32)
-    if (temperature < GREEDY_BELOW).all():
-        return SamplingBatch(None, None, None, None, None, (), num_logprobs)
+    num_logprobs = max((p.logprobs for p in params if p.logprobs is not None), default=None)
+    rows = [row for row, p in enumerate(params) if p.temperature >= GREEDY_BELOW]
+    if not rows:
+        return SamplingBatch(None, None, None, (), (), num_logprobs)
 
-    def column(values: list, off: float, dtype: type) -> torch.Tensor | None:
-        array = np.array(values, dtype=dtype)
-        return None if (array == off).all() else torch.from_numpy(array).to(device)
+    def tensor(array: np.ndarray | list[int]) -> torch.Tensor:
+        return torch.tensor(array).to(device)
 
-    top_k = [p.top_k if 0 < p.top_k < vocab_size else vocab_size for p in params]
-    seeds = tuple(
-        (row, (p.seed * 0x9E3779B97F4A7C15 + position * 0xD1B54A32D192ED03) % 2**63)
-        for row, (p, position) in enumerate(zip(params, positions, strict=True))
-        if p.seed is not None
-    )
+    drawn = [params[row] for row in rows]
+    columns = np.array([(p.temperature, p.min_p, p.top_k, p.top_p) for p in drawn]).T[:, :, None]
+    temperature, min_p = columns[:2].astype(np.float32)
+    top_k = np.where((columns[2] > 0) & (columns[2] < vocab_size), columns[2], vocab_size).astype(np.int64)
+    top_p = np.where(columns[3] < 1, columns[3] * (1 - ROUNDING), np.inf)
+    cuts = []
+    for group in (np.flatnonzero(top_k < vocab_size), np.flatnonzero((top_k == vocab_size) & (top_p < 1))):
+        if len(group):
+            goal = tensor(top_p[group]) if top_p[group].min() < 1 else None
+            cuts.append((tensor(group), int(top_k[group].max()), tensor(top_k[group]), goal))
     return SamplingBatch(
-        greedy=torch.from_numpy(temperature < GREEDY_BELOW).to(device),
-        temperature=torch.from_numpy(np.where(temperature < GREEDY_BELOW, 1, temperature)).to(device),
-        top_k=column(top_k, vocab_size, np.int64),
-        top_p=column([p.top_p for p in params], 1.0, np.float32),
-        min_p=column([p.min_p for p in params], 0.0, np.float32),
-        seeds=seeds,
+        rows=tensor(rows) if len(rows) < len(params) else None,
+        temperature=tensor(temperature),
+        log_min_p=tensor(min_p).log_() if min_p.any() else None,
+        cuts=tuple(cuts),
+        seeds=tuple((i, _mix(params[r].seed, positions[r])) for i, r in enumerate(rows) if params[r].seed is not None),
         num_logprobs=num_logprobs,
     )
 
 
+def _mix(seed: int, position: int) -> int:
+    """The seed of one draw: a hash, since torch's CPU generator looks at the low 32 bits of a seed only."""
+    return int.from_bytes(blake2b(b"%d %d" % (seed, position), digest_size=8).digest(), "little")
+
+
 def sample(logits: torch.Tensor, batch: SamplingBatch, generator: torch.Generator) -> torch.Tensor:
-    """One token id per row of logits [num_rows, vocab_size]; [num_rows] int64.
+    """One token id per row of logits [num_rows, vocab_size], which stay as they are; [num_rows] int64.
 
     A row is drawn by dividing its probabilities by exponential noise and taking the largest, which picks token i with
     probability p_i and never one of probability 0.
     """
-    greedy_ids = logits.argmax(dim=-1)
-    if batch.greedy is None:
-        return greedy_ids
-    probs = _filter(logits.float() / batch.temperature[:, None], batch).softmax(dim=-1)
-    noise = torch.empty_like(probs).exponential_(generator=generator)
-    for row, seed in batch.seeds:
-        noise[row].exponential_(generator=torch.Generator(logits.device).manual_seed(seed))
-    sampled_ids = probs.div_(noise.clamp_min_(torch.finfo(noise.dtype).tiny)).argmax(dim=-1)
-    return torch.where(batch.greedy, greedy_ids, sampled_ids)
+    if batch.temperature is None:
+        return logits.argmax(dim=-1)
+    drawn = logits if batch.rows is None else logits[batch.rows]
+    # In float32, and with the largest at 0: no temperature is small enough to overflow.
+    weights = (drawn - drawn.amax(dim=-1, keepdim=True).float()).div_(batch.temperature)
+    if batch.log_min_p is not None:
+        weights.masked_fill_(weights < batch.log_min_p, NEG_INF)
+    for rows, *cut in batch.cuts:
+        weights[rows] = _keep_likeliest(weights[rows], *cut)
+    weights.exp_()
+    noise = torch.empty_like(weights)
+    if len(batch.seeds) < len(noise):
+        noise.uniform_(generator=generator)
+    own = torch.Generator(logits.device)
+    for place, seed in batch.seeds:
+        noise[place].uniform_(generator=own.manual_seed(seed))
+    # -log of uniform noise is exponential; its sign is left to argmin.
+    sampled = weights.div_(noise.log_().clamp_(-1 / NOISE_STEP, -NOISE_STEP)).argmin(dim=-1)
+    return sampled if batch.rows is None else logits.argmax(dim=-1).index_copy_(0, batch.rows, sampled)
 
 
-def _filter(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
-    """Put -inf where min_p, top_k or top_p, in this order (vLLM v1/sample/sampler.py), exclude a token."""
-    if batch.min_p is not None:
-        floor = logits.amax(dim=-1, keepdim=True) + batch.min_p.log()[:, None]
-        logits = logits.masked_fill(logits < floor, float("-inf"))
-    if batch.top_k is None and batch.top_p is None:
+def _keep_likeliest(logits: torch.Tensor, width: int, top_k: torch.Tensor, top_p: torch.Tensor | None) -> torch.Tensor:
+    """Put -inf, in place, where top_k and then top_p exclude a token (the order of vLLM v1/sample/sampler.py).
+
+    `width` is the largest top_k of these rows, or the vocabulary. Tokens that tie with the k-th are kept, as in vLLM and
+    transformers. top_p is the smallest set that reaches it; of the tokens that tie at its end the lower ids are kept, so
+    that the likeliest one is argmax's.
+    """
+    if width < logits.shape[1]:
+        ordered = logits.topk(width).values
+        kth = ordered.gather(1, top_k - 1)
+        logits.masked_fill_(logits < kth, NEG_INF)
+        ordered.masked_fill_(ordered < kth, NEG_INF)
+    elif logits.device.type == "cpu":  # NumPy sorts bare values some ten times as fast
+        ordered = torch.from_numpy(np.sort(logits.neg().numpy())).neg_()
+    else:
+        ordered = logits.sort(descending=True).values
+    if top_p is None:
         return logits
-    ordered, index = logits.sort(dim=-1, descending=True, stable=True)
-    if batch.top_k is not None:
-        kth = ordered.gather(1, batch.top_k[:, None] - 1)
-        ordered = ordered.masked_fill(ordered < kth, float("-inf"))
-    if batch.top_p is not None:
-        probs = ordered.softmax(dim=-1)
-        before = probs.cumsum(dim=-1) - probs  # the token that crosses top_p is kept
-        ordered = ordered.masked_fill(before >= batch.top_p[:, None], float("-inf"))
-    return torch.empty_like(logits).scatter_(1, index, ordered)
+    # Sums in float64: in float32, 150,000 terms err by more than a rare token's share, and differently in each batch.
+    weights = ordered.exp()
+    goal = top_p * logits.exp().sum(dim=-1, keepdim=True, dtype=torch.float64)
+    before = weights.cumsum(dim=-1, dtype=torch.float64).sub_(weights)
+    num_kept = (before < goal).sum(dim=-1, keepdim=True).clamp_(min=1)  # the token that crosses top_p is kept
+    last = ordered.gather(1, num_kept - 1)
+    above = before.gather(1, (ordered > last).sum(dim=-1, keepdim=True))
+    num_ties = ((goal - above) / last.exp()).ceil_().clamp_(max=logits.shape[1]).int()
+    ties = logits == last
+    return logits.masked_fill_((logits < last) | ties & (ties.cumsum(dim=-1, dtype=torch.int32) > num_ties), NEG_INF)
 
 
 def gather_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, num_logprobs: int) -> tuple[torch.Tensor, ...]:
