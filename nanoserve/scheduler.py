@@ -132,7 +132,7 @@ class Scheduler:
                 continue
             while self.block_manager.allocate_slots(request, num_new) is None:
                 preempted = True
-                victim = max(self.running, key=lambda r: r.sort_key)
+                victim = max(self.running, key=lambda r: r.sort_key[:2])  # of equals the one that runs longest, as vLLM
                 budget += shares.pop(victim.request_id, 0)  # withdrawn from this step
                 self._preempt(victim)
                 if victim is request:

@@ -148,7 +148,7 @@ def test_a_failed_step_leaves_no_trace(llm, monkeypatch):
 
 
 def test_padded_vocabulary_rows_are_never_sampled(tmp_path):
-    from conftest import CONFIGS, save_model
+    from tiny_models import CONFIGS, save_model
 
     config = CONFIGS["llama"]()
     config.vocab_size = 400  # the tokenizer has 288

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import CONFIGS, save_model
 from safetensors.torch import load_file, save_file
+from tiny_models import CONFIGS, save_model
 from transformers import LlamaConfig, MistralConfig, Qwen2Config
 
 from nanoserve import LLM, SamplingParams
