@@ -61,10 +61,8 @@ class Scheduler:
         if policy not in ("fcfs", "priority"):
             raise ValueError(f"policy must be 'fcfs' or 'priority', got {policy!r}")
         self.block_manager = block_manager
-        self.max_num_seqs = max_num_seqs
-        self.max_num_batched_tokens = max_num_batched_tokens
-        self.max_model_len = max_model_len
-        self.policy = policy
+        self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
+        self.max_model_len, self.policy = max_model_len, policy
         self.long_prefill_token_threshold = long_prefill_token_threshold
         self.eos_token_ids = frozenset(eos_token_ids)
         self.requests: dict[str, Request] = {}  # live, by id
@@ -80,30 +78,27 @@ class Scheduler:
     def has_unfinished_requests(self) -> bool:
         return bool(self.requests)
 
-    def check_request(self, request: Request) -> None:
-        """Raise ValueError, naming the value and the limit, if the request could not finish even on an empty engine."""
+    def check_request(self, request: Request) -> int:
+        """The length at which the request ends. Raises ValueError if it could not get there even on an empty engine."""
         name, length, max_tokens = request.request_id, request.num_prompt_tokens, request.sampling_params.max_tokens
         if name in self.requests:
             raise ValueError(f"request id {name!r} is in use by an unfinished request")
         if not 0 < length < self.max_model_len:
             limits = f"from 1 to max_model_len={self.max_model_len} - 1"
             raise ValueError(f"request {name} has {length} prompt tokens, it must have {limits}")
+        max_num_tokens = min(self.max_model_len, length + (max_tokens or self.max_model_len))
         # The last sampled token is returned but never computed, so it needs no slot.
-        num_blocks = cdiv(self._max_num_tokens(request) - 1, self.block_manager.block_size)
+        num_blocks = cdiv(max_num_tokens - 1, self.block_manager.block_size)
         if num_blocks > self.block_manager.num_blocks:
             needed = f"{num_blocks} K/V blocks for {length} prompt tokens and {max_tokens=}"
             raise ValueError(f"request {name} may need {needed}, the cache has {self.block_manager.num_blocks}")
-
-    def _max_num_tokens(self, request: Request) -> int:
-        max_tokens = request.sampling_params.max_tokens or self.max_model_len
-        return min(self.max_model_len, request.num_prompt_tokens + max_tokens)
+        return max_num_tokens
 
     def add_request(self, request: Request) -> None:
         """Queue a request. Raises ValueError as check_request does; then nothing is queued."""
-        self.check_request(request)
+        request.max_num_tokens = self.check_request(request)
         arrival = (request.priority, request.arrival_time, request.request_id)
         request.sort_key = arrival if self.policy == "priority" else (self._num_added,)
-        request.max_num_tokens = self._max_num_tokens(request)
         self._num_added += 1
         self.requests[request.request_id] = request
         insort(self.waiting, request, key=lambda r: r.sort_key)
@@ -111,7 +106,6 @@ class Scheduler:
     def schedule(self) -> SchedulerOutput:
         """Share out one step's token budget: running requests first, then waiting ones (chapter 2.2, section 6.2).
 
-        >>> from nanoserve.request import Request, SamplingParams
         >>> scheduler = Scheduler(BlockManager(8, 4), max_num_seqs=2, max_num_batched_tokens=6, max_model_len=32)
         >>> for name in "AB":
         ...     scheduler.add_request(Request(name, [ord(name)] * 5, SamplingParams()))
@@ -162,9 +156,8 @@ class Scheduler:
     def _num_new_tokens(self, request: Request, num_computed_tokens: int, budget: int) -> int:
         """What the request lacks, capped by the long-prefill threshold, unless it is alone, and by the budget."""
         num_new = request.num_tokens_with_spec - num_computed_tokens
-        if 0 < self.long_prefill_token_threshold < num_new and len(self.requests) > 1:
-            num_new = self.long_prefill_token_threshold
-        return min(num_new, budget)
+        threshold = self.long_prefill_token_threshold
+        return min(threshold if 0 < threshold < num_new and len(self.requests) > 1 else num_new, budget)
 
     def _admit(self, request: Request, num_cached_tokens: int) -> None:
         if request.status is RequestStatus.WAITING:
@@ -204,12 +197,11 @@ class Scheduler:
         return SchedulerOutput(scheduled, *gone, self.block_manager.num_free_blocks, self._step - 1)
 
     def update_from_output(self, output: SchedulerOutput, sampled_token_ids: list[list[int]]) -> list[Request]:
-        """Append what the step sampled, in scheduling order, and return the requests that it finished.
+        """Append what the step sampled and return the requests that it finished.
 
         `sampled_token_ids` has one list per scheduled request: empty for an unfinished prompt, else the accepted drafts
         and one token more. Tokens for a request that was aborted meanwhile are dropped.
 
-        >>> from nanoserve.request import Request, SamplingParams
         >>> scheduler = Scheduler(BlockManager(8, 4), max_num_seqs=2, max_num_batched_tokens=8, max_model_len=32)
         >>> scheduler.add_request(Request("A", [7, 8, 9], SamplingParams(max_tokens=2)))
         >>> scheduler.update_from_output(scheduler.schedule(), [[5]])
