@@ -28,7 +28,8 @@ from nanoserve.request import (
 )
 from nanoserve.scheduler import Scheduler, SchedulerOutput
 
-Prompt = str | Sequence[int] | dict[str, Any]
+Prompt = str | Sequence[int] | dict[str, Any]  # a text, token ids, {"prompt": text} or {"prompt_token_ids": ids}
+Params = SamplingParams | Sequence[SamplingParams] | None
 _COUNTERS = "num_steps prompt_tokens generation_tokens num_preemptions recomputed_tokens prefix_cache_hits".split()
 
 
@@ -50,19 +51,12 @@ class _RequestState:
         return self.request.status.is_finished
 
     def output(self) -> RequestOutput:
-        request = self.request
-        completion = CompletionOutput(
-            text=self.detokenizer.shown(self.finished),
-            token_ids=request.output_token_ids,
-            finish_reason=request.status.finish_reason,
-            stop_reason=request.stop_reason,
-            logprobs=self.logprobs and self.logprobs[:],
-        )
-        ids, prompt_ids = request.request_id, request.token_ids[: request.num_prompt_tokens]
+        request, text = self.request, self.detokenizer.shown(self.finished)
+        reasons, logprobs = (request.status.finish_reason, request.stop_reason), self.logprobs and self.logprobs[:]
+        completions = [CompletionOutput(text, request.output_token_ids, *reasons, logprobs)]
+        about = (request.request_id, self.prompt, request.token_ids[: request.num_prompt_tokens])
         metrics = replace(self.metrics, num_preemptions=request.num_preemptions)
-        return RequestOutput(
-            ids, self.prompt, prompt_ids, [completion], self.finished, request.num_cached_tokens, metrics
-        )
+        return RequestOutput(*about, completions, self.finished, request.num_cached_tokens, metrics)
 
 
 class LLM:
@@ -95,8 +89,7 @@ class LLM:
         )
         self.last_output: SchedulerOutput | None = None  # the step that ran last, for whoever watches
         self._states: dict[str, _RequestState] = {}
-        self._ids = count()
-        self._counters = Counter(dict.fromkeys(_COUNTERS, 0))
+        self._ids, self._counters = count(), Counter(dict.fromkeys(_COUNTERS, 0))
         where = f"{runner.device}, {runner.dtype}, attention {runner.backend.name}"
         cache = f"K/V cache of {runner.num_blocks} blocks x {runner.block_size} tokens = {num_slots} tokens"
         print(f"nanoserve: {where}, {cache}, max_model_len {self.scheduler.max_model_len}", file=sys.stderr)
@@ -104,11 +97,11 @@ class LLM:
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: Params = None,
         use_tqdm: bool = True,
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
-        """Complete prompts: a str, a list of token ids, {"prompt": str} or {"prompt_token_ids": [...]}, one or a list.
+        """Complete one prompt or a list of them, with one SamplingParams for all or a list.
 
         Returns one finished RequestOutput a prompt, in the prompts' order. Raises ValueError before anything is queued
         if one of them is impossible, a list has the wrong length, or `priority` is given under "fcfs".
@@ -121,18 +114,14 @@ class LLM:
             for state in self._run(states):
                 num_tokens += 1
                 if state.finished or num_tokens % 64 == 0:
-                    now = self.get_metrics()
-                    rate = f"{num_tokens / (time.perf_counter() - begin):.1f} tokens/s"
+                    rate, now = num_tokens / (time.perf_counter() - begin), self.get_metrics()
                     queues = f"running {now['num_requests_running']}, waiting {now['num_requests_waiting']}"
-                    bar.set_postfix_str(f"{rate}, {queues}, KV {now['kv_cache_usage']:.0%}", refresh=False)
+                    bar.set_postfix_str(f"{rate:.1f} tokens/s, {queues}, KV {now['kv_cache_usage']:.0%}", refresh=False)
                     bar.update(int(state.finished))
         return [state.output() for state in states]
 
     def generate_stream(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        priority: Sequence[int] | None = None,
+        self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None, priority: Sequence[int] | None = None
     ) -> Iterator[RequestOutput]:
         """As `generate`, but each RequestOutput as it grows; closing the iterator aborts what is unfinished."""
         states = self._make_states(prompts, sampling_params, priority)
@@ -140,17 +129,16 @@ class LLM:
 
     def chat(
         self,
-        messages: Sequence[dict] | Sequence[Sequence[dict]],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        messages: Sequence,
+        sampling_params: Params = None,
         use_tqdm: bool = True,
         add_generation_prompt: bool = True,
         chat_template_kwargs: dict[str, Any] | None = None,
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
-        """Answer one conversation or a list of them, each a list of {"role": ..., "content": ...} messages.
+        """Answer one conversation, a list of {"role": ..., "content": ...} messages, or a list of conversations.
 
-        The prompt is the tokenizer's chat template, which writes its own special tokens. Raises ValueError as
-        `generate` does, and for messages the template refuses.
+        Raises ValueError as `generate` does, and for messages that the tokenizer's chat template refuses.
         """
         prompts = self.preprocess_chat(messages, add_generation_prompt, chat_template_kwargs)
         return self.generate(prompts, sampling_params, use_tqdm, priority)
@@ -158,7 +146,7 @@ class LLM:
     def preprocess_chat(
         self, messages: Sequence, add_generation_prompt: bool = True, chat_template_kwargs: dict | None = None
     ) -> list[Prompt]:
-        """The prompts `chat` would complete: one for a conversation, or one for each of a list of them."""
+        """The prompts `chat` would complete, one a conversation."""
         options = {"tokenize": False, "add_generation_prompt": add_generation_prompt, **(chat_template_kwargs or {})}
         prompts: list[Prompt] = []
         for conversation in [messages] if messages and isinstance(messages[0], dict) else messages:
@@ -170,11 +158,9 @@ class LLM:
             prompts.append({"prompt": text, "prompt_token_ids": ids})
         return prompts
 
-    def add_request(
-        self, request_id: str, prompt: Prompt, sampling_params: SamplingParams | None = None, priority: int = 0
-    ) -> None:
+    def add_request(self, request_id: str, prompt: Prompt, params: Params = None, priority: int = 0) -> None:
         """Queue one request, at any time. Raises ValueError; then nothing is queued."""
-        self._add(self._make_state(request_id, prompt, sampling_params or SamplingParams(), priority))
+        self._add(self._make_state(request_id, prompt, params or SamplingParams(), priority))
 
     def abort_request(self, request_ids: str | Iterable[str]) -> None:
         """Drop requests and give their blocks back; ids that are not live are ignored."""
@@ -192,6 +178,16 @@ class LLM:
         """
         return [state.output() for state in self._step()]
 
+    def get_metrics(self) -> dict[str, float]:
+        """Counters since construction, in tokens, steps or requests, and the share of K/V blocks in use now.
+
+        A prefix cache hit is counted once per request, at its first admission, out of prompt_tokens.
+        """
+        used = 1 - self.block_manager.num_free_blocks / self.block_manager.num_blocks
+        running, waiting = len(self.scheduler.running), len(self.scheduler.waiting)
+        now = {"kv_cache_usage": used, "num_requests_running": running, "num_requests_waiting": waiting}
+        return {**self._counters, **now}
+
     def _step(self) -> list[_RequestState]:
         self.last_output = output = self.scheduler.schedule()
         states = [self._states[share.request_id] for share in output.scheduled]
@@ -206,25 +202,17 @@ class LLM:
         return [state for state, logprobs in zip(states, result.logprobs, strict=True) if self._read(state, logprobs)]
 
     def _count(self, output: SchedulerOutput, states: list[_RequestState], now: float) -> None:
-        self._counters["num_steps"] += 1
-        self._counters["num_preemptions"] += len(output.preempted_req_ids)
+        counters = self._counters
+        counters["num_steps"] += 1
+        counters["num_preemptions"] += len(output.preempted_req_ids)
         for share, state in zip(output.scheduled, states, strict=True):
             if state.metrics.first_scheduled_time is None:
                 state.metrics.first_scheduled_time = now
-                self._counters["prompt_tokens"] += state.request.num_prompt_tokens
-                self._counters["prefix_cache_hits"] += state.request.num_cached_tokens
+                counters["prompt_tokens"] += state.request.num_prompt_tokens
+                counters["prefix_cache_hits"] += state.request.num_cached_tokens
             end = share.num_computed_tokens + len(share.token_ids)
-            self._counters["recomputed_tokens"] += max(0, min(end, state.num_reached) - share.num_computed_tokens)
+            counters["recomputed_tokens"] += max(0, min(end, state.num_reached) - share.num_computed_tokens)
             state.num_reached = max(state.num_reached, end)
-
-    def get_metrics(self) -> dict[str, float]:
-        """Counters since construction, in tokens, steps or requests, and the share of K/V blocks in use now.
-
-        A prefix cache hit is counted once per request, at its first admission, out of prompt_tokens.
-        """
-        used = 1 - self.block_manager.num_free_blocks / self.block_manager.num_blocks
-        queues = {"running": len(self.scheduler.running), "waiting": len(self.scheduler.waiting)}
-        return {**self._counters, "kv_cache_usage": used, **{f"num_requests_{k}": v for k, v in queues.items()}}
 
     def _read(self, state: _RequestState, logprobs: list[TokenLogprobs]) -> bool:
         """Turn a request's new tokens, if it has any, into text, and end it if that has come to a stop string."""
@@ -248,8 +236,7 @@ class LLM:
         return True
 
     def _logprobs(self, token: TokenLogprobs) -> dict[int, Logprob]:
-        ranks = [token.rank, *range(1, len(token.token_ids))]
-        entries = zip(token.token_ids, token.logprobs, ranks, strict=True)
+        entries = zip(token.token_ids, token.logprobs, [token.rank, *range(1, len(token.token_ids))], strict=True)
         return {i: Logprob(logprob, rank, self.tokenizer.decode([i])) for i, logprob, rank in entries}
 
     def _run(self, states: list[_RequestState]) -> Iterator[_RequestState]:
@@ -267,15 +254,19 @@ class LLM:
         finally:
             self.abort_request(state.request.request_id for state in states)
 
+    def _add(self, state: _RequestState) -> None:
+        self.scheduler.add_request(state.request)
+        self._states[state.request.request_id] = state
+
     def _make_states(self, prompts: Any, params: Any, priority: Any) -> list[_RequestState]:
         """One state a prompt; all are checked before the first is queued."""
         if isinstance(prompts, str | dict) or (prompts and isinstance(prompts[0], int)):
             prompts = [prompts]
-        params = _one_each("sampling_params", params or SamplingParams(), len(prompts), SamplingParams)
         if priority is not None and self.config.scheduling_policy != "priority":
             raise ValueError("priority was given, but scheduling_policy is 'fcfs'")
-        priorities = _one_each("priority", priority or 0, len(prompts), int)
-        arguments = zip(prompts, params, priorities, strict=True)
+        params = _one_each("sampling_params", params or SamplingParams(), len(prompts), SamplingParams)
+        priority = _one_each("priority", priority or 0, len(prompts), int)
+        arguments = zip(prompts, params, priority, strict=True)
         states = [self._make_state(str(next(self._ids)), *each) for each in arguments]
         for state in states:
             self.scheduler.check_request(state.request)
@@ -300,10 +291,6 @@ class LLM:
         if token_ids and not (0 <= min(token_ids) and max(token_ids) < limit):
             raise ValueError(f"token ids must be in [0, {limit}), got {min(token_ids)} to {max(token_ids)}")
         return text, list(token_ids)
-
-    def _add(self, state: _RequestState) -> None:
-        self.scheduler.add_request(state.request)
-        self._states[state.request.request_id] = state
 
 
 def _one_each(name: str, value: Any, num_prompts: int, kind: type) -> list[Any]:
