@@ -77,7 +77,7 @@ class BlockManager:
 
         At most num_tokens - 1 tokens are covered: the last one must be computed, for its logits.
 
-        >>> from nanoserve.request import Request, SamplingParams
+        >>> from nanoserve.request import SamplingParams
         >>> manager = BlockManager(num_blocks=8, block_size=2)
         >>> first = Request("first", [1, 2, 3, 4, 5], SamplingParams())
         >>> manager.allocate_slots(first, 5)
@@ -112,7 +112,7 @@ class BlockManager:
         `full_sequence_must_fit` room for every known token is asked for, though only the new ones' is taken: a request
         is not admitted for its first chunk alone (vLLM v1/core/kv_cache_manager.py). None means nothing has changed.
 
-        >>> from nanoserve.request import Request, SamplingParams
+        >>> from nanoserve.request import SamplingParams
         >>> manager = BlockManager(num_blocks=3, block_size=4)
         >>> request = Request("r", range(5), SamplingParams())
         >>> manager.allocate_slots(request, 5), manager.num_free_blocks

@@ -8,16 +8,14 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-_CHOICES = {"dtype": DTYPES, "scheduling_policy": ("fcfs", "priority"), "load_format": ("auto", "dummy")}
+_CHOICES = {
+    "dtype": DTYPES, "scheduling_policy": ("fcfs", "priority"), "load_format": ("auto", "dummy"),
+    "enable_prefix_caching": (True, False), "enforce_eager": (True, False),
+}  # fmt: skip
 _AT_LEAST = {
-    "max_model_len": 2,
-    "max_num_seqs": 1,
-    "max_num_batched_tokens": 1,
-    "block_size": 1,
-    "num_gpu_blocks_override": 1,
-    "long_prefill_token_threshold": 0,
-    "seed": -(2**63),
-}
+    "max_model_len": 2, "max_num_seqs": 1, "max_num_batched_tokens": 1, "block_size": 1, "num_gpu_blocks_override": 1,
+    "long_prefill_token_threshold": 0, "seed": -(2**63),
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,17 +56,15 @@ class EngineConfig:
         if not isinstance(self.model, str) or not self.model:
             raise ValueError(f"model must be a folder, a hub id or 'demo', got {self.model!r}")
         for name, choices in _CHOICES.items():
-            if getattr(self, name) not in choices:
-                raise ValueError(f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}")
+            value = getattr(self, name)
+            if value not in choices or type(value) is not type(choices[0]):
+                raise ValueError(f"{name} must be one of {', '.join(map(str, choices))}, got {value!r}")
         for name, low in _AT_LEAST.items():
             value = getattr(self, name)
             if value is None and name in ("max_model_len", "block_size", "num_gpu_blocks_override"):
                 continue
             if type(value) is not int or not low <= value < 2**63:
                 raise ValueError(f"{name} must be an integer of at least {low}, got {value!r}")
-        for name in ("enable_prefix_caching", "enforce_eager"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
         share = self.gpu_memory_utilization
         if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
             raise ValueError(f"gpu_memory_utilization must be in (0, 1], got {share!r}")

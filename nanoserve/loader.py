@@ -89,22 +89,19 @@ def _open_shards(folder: Path, stack: ExitStack) -> dict[str, Any]:
     from safetensors import safe_open
 
     index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        shards = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    else:
-        shards = ["model.safetensors"]
+    weight_map = json.loads(index.read_text())["weight_map"] if index.is_file() else {"": "model.safetensors"}
     files: dict[str, Any] = {}
-    for shard in shards:
+    for shard in sorted(set(weight_map.values())):
         if not (folder / shard).is_file():
             raise ValueError(f"weight file {folder / shard} is missing; only safetensors files are read, never pickle")
         try:
             file = stack.enter_context(safe_open(folder / shard, framework="pt"))
         except Exception as error:
             raise ValueError(f"weight file {folder / shard} cannot be read: {error}") from error
-        for name in file.keys():  # noqa: SIM118, safe_open is no mapping
-            if name in files:
-                raise ValueError(f"tensor {name} lies in two weight files of {folder}")
-            files[name] = file
+        names = set(file.keys())
+        if twice := sorted(names & files.keys()):
+            raise ValueError(f"tensor {twice[0]} lies in two weight files of {folder}")
+        files |= dict.fromkeys(names, file)
     return files
 
 
