@@ -121,23 +121,23 @@ class BlockManager:
         >>> manager.allocate_slots(request, 3), manager.allocate_slots(request, 8)
         ([], None)
         """
-        size = self.block_size
-        holding = self._held.get(request.request_id)
+        size, holding = self.block_size, self._held.get(request.request_id)
         num_held = len(computed_blocks) + (len(holding.blocks) if holding else 0)
         end = request.num_computed_tokens + len(computed_blocks) * size + num_new_tokens
-        num_revived = sum(self._ref_counts[block] == 0 for block in computed_blocks)  # free now, not free then
-        num_wanted = cdiv(max(end, request.num_tokens) if full_sequence_must_fit else end, size)
-        if num_wanted - num_held + num_revived > len(self._free):
-            return None
-        holding = self._held.setdefault(request.request_id, _Holding())
-        for block in computed_blocks:
-            self._free.pop(block, None)
-            self._ref_counts[block] += 1
-        new_blocks = [self._take() for _ in range(cdiv(end, size) - num_held)]
-        holding.blocks += computed_blocks
-        holding.blocks += new_blocks
-        holding.num_registered += len(computed_blocks)
-        if self.enable_prefix_caching:
+        new_blocks: list[int] = []
+        if end > num_held * size or computed_blocks or holding is None:
+            num_wanted = cdiv(max(end, request.num_tokens) if full_sequence_must_fit else end, size)
+            num_revived = sum(self._ref_counts[block] == 0 for block in computed_blocks)  # free now, not free then
+            if num_wanted - num_held + num_revived > len(self._free):
+                return None
+            holding = self._held.setdefault(request.request_id, _Holding())
+            for block in computed_blocks:
+                self._free.pop(block, None)
+                self._ref_counts[block] += 1
+            new_blocks = [self._take() for _ in range(cdiv(end, size) - num_held)]
+            holding.blocks += [*computed_blocks, *new_blocks]
+            holding.num_registered += len(computed_blocks)
+        if self.enable_prefix_caching and end // size > holding.num_registered:
             self._register(request, holding, min(end, request.num_tokens) // size)
         return new_blocks
 

@@ -11,14 +11,14 @@ sessions) cannot arise in a text-only engine and are left out.
 from bisect import insort
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from nanoserve.block_manager import BlockManager, cdiv
 from nanoserve.request import Request, RequestStatus, SamplingParams
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduledRequest:
-    """One request's share of a step."""
+class ScheduledRequest(NamedTuple):
+    """One request's share of a step. A tuple, since a step makes hundreds of them."""
 
     request_id: str
     token_ids: list[int]  # what to compute, drafts last
@@ -182,12 +182,13 @@ class Scheduler:
         scheduled, requests = [], [self.requests[request_id] for request_id in shares]
         for request, num_new in zip(requests, shares.values(), strict=True):
             start, end = request.num_computed_tokens, request.num_computed_tokens + num_new
-            num_spec = max(0, end - request.num_tokens)
-            token_ids = request.token_ids[start:end] + request.spec_token_ids[:num_spec]
+            num_spec, token_ids = max(0, end - request.num_tokens), request.token_ids[start:end]
+            if request.spec_token_ids:
+                token_ids += request.spec_token_ids[:num_spec]
+                request.spec_token_ids = []
             table, is_last = self.block_manager.block_table(request.request_id), end >= request.num_tokens
             share = (request.request_id, token_ids, start, table, num_spec, is_last, request.sampling_params)
             scheduled.append(ScheduledRequest(*share))
-            request.spec_token_ids = []
             request.num_computed_tokens = end
             request.num_in_flight_tokens += num_new
         self._in_flight[self._step] = requests
