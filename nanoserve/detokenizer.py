@@ -3,65 +3,87 @@
 This module decides which text may be shown. It does not know the model or the schedule: a tokenizer and ids.
 """
 
+import re
+from functools import partial
+from os.path import commonprefix
 from typing import Any
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # what a decoder writes for half a character
+BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")  # how sentencepiece spells a byte of a character it has no token for
+CONTEXT = 6  # tokens, of a byte at least: any 4 bytes tell where the next character begins
 
 
 class Detokenizer:
-    """The text of one request's output; `text` is all of it so far.
+    """The text of one request's output; `text` is what no later token can change.
 
-    Only a window of the last tokens is decoded for each new one. The window begins with tokens whose text is known, since
-    many tokenizers write a token differently at the start of a text than inside it.
+    A new token is decoded together with a few before it, whose text is known, since its own depends on them: it may be
+    a part of a character, and many tokenizers drop a space at the start of a text. A run of byte tokens becomes text
+    when it has ended: a broken byte makes the decoder replace all of the run, whole characters too.
     """
 
     def __init__(self, tokenizer: Any, prompt_token_ids: list[int], stop: tuple[str, ...], skip_special_tokens: bool):
         self.text = ""
-        self._tokenizer = tokenizer
+        self.num_used = 0  # of the last append()'s ids: all, or up to the one that completed a stop string
         self._stop = stop
-        self._skip_special_tokens = skip_special_tokens
-        self._window = prompt_token_ids[-8:]
-        self._num_known = len(self._window)
-        self._known_text = self._decode(self._window)
-
-    def _decode(self, token_ids: list[int]) -> str:
-        return self._tokenizer.decode(
-            token_ids, skip_special_tokens=self._skip_special_tokens, clean_up_tokenization_spaces=False
+        self._tokenizer = tokenizer
+        self._decode = partial(
+            tokenizer.decode, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
         )
+        added = tokenizer.added_tokens_decoder.items() if skip_special_tokens else ()
+        self._skipped = {token_id for token_id, token in added if token.special}
+        window: list[int] = []
+        for token_id in reversed(prompt_token_ids):
+            if len(window) >= CONTEXT and not BYTE_TOKEN.fullmatch(self._spell(window[-1])):
+                break
+            if self._spell(token_id):
+                window.append(token_id)
+        self._window = window[::-1]
+        self._known = self._decode(self._window)  # the part of the window's text that is the prompt's or in `text`
 
     def append(self, token_ids: list[int], finished: bool) -> str | None:
         """Take new ids. Returns the stop string that now ends the text, which is cut before it, or None.
 
-        With several stop strings the leftmost match counts. A character is never shown in part, unless the output
-        ends there.
+        The first token that completes a stop string ends the text, however many ids come at once; of several strings
+        the leftmost counts. A character is never shown in part, unless the output ends there.
         """
-        longest = max(map(len, self._stop), default=0)
-        begin = max(0, len(self.text) - longest + 1)
+        self.num_used = 0
         for token_id in token_ids:
+            self.num_used += 1
+            spelling = self._spell(token_id)
+            if not spelling:
+                continue
             self._window.append(token_id)
-            self._extend(finished=False)
-        if finished:
-            self._extend(finished=True)
-        matches = [(place, stop) for stop in self._stop if (place := self.text.find(stop, begin)) >= 0]
-        if not matches:
-            return None
-        place, stop = min(matches, key=lambda match: match[0])
-        self.text = self.text[:place]
-        return stop
-
-    def _extend(self, finished: bool) -> None:
-        text = self._decode(self._window)
-        if len(text) <= len(self._known_text) or (text.endswith(REPLACEMENT) and not finished):
-            return
-        self.text += text[len(self._known_text) :]
-        self._window = self._window[self._num_known :]
-        self._num_known = len(self._window)
-        self._known_text = self._decode(self._window)
+            in_run = BYTE_TOKEN.fullmatch(spelling) is not None
+            if in_run and len(self._window) > 4 * CONTEXT:
+                continue  # a long run is decoded once, when it has ended
+            if stop := self._extend(in_run, finished=False):
+                return stop
+        return self._extend(in_run=False, finished=True) if finished else None
 
     def shown(self, finished: bool) -> str:
         """The text that no later token can take back: without an end that may yet become a stop string."""
-        if not finished:
-            for begin in range(max(0, len(self.text) - max(map(len, self._stop), default=0) + 1), len(self.text)):
-                if any(stop.startswith(self.text[begin:]) for stop in self._stop):
-                    return self.text[:begin]
-        return self.text
+        starts = (n for stop in self._stop for n in range(1, len(stop)) if self.text.endswith(stop[:n]))
+        return self.text if finished else self.text[: len(self.text) - max(starts, default=0)]
+
+    def _extend(self, in_run: bool, finished: bool) -> str | None:
+        """Look for stop strings in all there is; add to `text` what is certain."""
+        text = self._decode(self._window)
+        # It starts otherwise only where the prompt ended in the middle of a character, which is now whole.
+        known = self._known if text.startswith(self._known) else commonprefix((self._known, text))
+        text = text if finished else text.removesuffix(REPLACEMENT)
+        extended = self.text + text[len(known) :]
+        begin = max(0, len(self.text) - max(map(len, self._stop), default=0) + 1)
+        matches = [(place, len(stop), stop) for stop in self._stop if (place := extended.find(stop, begin)) >= 0]
+        place, _, stop = min(matches, default=(len(extended), 0, None))
+        if in_run and not stop:
+            return None
+        self.text = extended[:place]
+        self._known = text if len(text) > len(known) else self._known
+        if len(self._window) > 2 * CONTEXT:
+            self._window = self._window[-CONTEXT:]
+            self._known = self._decode(self._window).removesuffix(REPLACEMENT)
+        return stop
+
+    def _spell(self, token_id: int) -> str | None:
+        """How the vocabulary writes a token; None for one that adds nothing to the text."""
+        return None if token_id in self._skipped else self._tokenizer.convert_ids_to_tokens(token_id)

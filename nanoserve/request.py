@@ -53,8 +53,8 @@ class SamplingParams:
             if not right_type or not low <= value <= high or (name == "top_p" and value == 0):
                 kind, bracket = "an integer" if integer else "a number", "(" if name == "top_p" else "["
                 raise ValueError(f"{name} must be {kind} in {bracket}{low}, {high}], got {value!r}")
-        stop = (self.stop,) if isinstance(self.stop, str) else self.stop or ()
-        ids = self.stop_token_ids or ()
+        stop = (self.stop,) if isinstance(self.stop, str) else () if self.stop is None else self.stop
+        ids = () if self.stop_token_ids is None else self.stop_token_ids
         if not isinstance(stop, Sequence) or not all(isinstance(s, str) and s for s in stop):
             raise ValueError(f"stop must be a non-empty string or a list of them, got {self.stop!r}")
         if not isinstance(ids, Sequence) or not all(type(i) is int and i >= 0 for i in ids):
@@ -62,6 +62,7 @@ class SamplingParams:
         for name in ("ignore_eos", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        object.__setattr__(self, "seed", None if self.seed == -1 else self.seed)  # -1 is none, as in vLLM
         object.__setattr__(self, "stop", tuple(stop))
         object.__setattr__(self, "stop_token_ids", tuple(ids))
 

@@ -14,7 +14,6 @@ from nanoserve.request import SamplingParams
 GREEDY_BELOW = 1e-5  # temperatures under this are greedy, as in vLLM
 ROUNDING = 1e-6  # top_p counts as reached when float32 logits cannot tell
 NOISE_STEP = 2**-24  # the resolution of float32 noise: with a noise of 0, any token would win
-NEG_INF = float("-inf")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,14 +54,10 @@ def make_sampling_batch(
         if len(group):
             goal = tensor(top_p[group]) if top_p[group].min() < 1 else None
             cuts.append((tensor(group), int(top_k[group].max()), tensor(top_k[group]), goal))
-    return SamplingBatch(
-        rows=tensor(rows) if len(rows) < len(params) else None,
-        temperature=tensor(temperature),
-        log_min_p=tensor(min_p).log_() if min_p.any() else None,
-        cuts=tuple(cuts),
-        seeds=tuple((i, _mix(params[r].seed, positions[r])) for i, r in enumerate(rows) if params[r].seed is not None),
-        num_logprobs=num_logprobs,
-    )
+    index = tensor(rows) if len(rows) < len(params) else None
+    log_min_p = tensor(min_p).log_() if min_p.any() else None
+    seeds = tuple((i, _mix(params[r].seed, positions[r])) for i, r in enumerate(rows) if params[r].seed is not None)
+    return SamplingBatch(index, tensor(temperature), log_min_p, tuple(cuts), seeds, num_logprobs)
 
 
 def _mix(seed: int, position: int) -> int:
@@ -82,13 +77,11 @@ def sample(logits: torch.Tensor, batch: SamplingBatch, generator: torch.Generato
     # In float32, and with the largest at 0: no temperature is small enough to overflow.
     weights = (drawn - drawn.amax(dim=-1, keepdim=True).float()).div_(batch.temperature)
     if batch.log_min_p is not None:
-        weights.masked_fill_(weights < batch.log_min_p, NEG_INF)
+        weights.masked_fill_(weights < batch.log_min_p, -torch.inf)
     for rows, *cut in batch.cuts:
         weights[rows] = _keep_likeliest(weights[rows], *cut)
     weights.exp_()
-    noise = torch.empty_like(weights)
-    if len(batch.seeds) < len(noise):
-        noise.uniform_(generator=generator)
+    noise = torch.empty_like(weights).uniform_(generator=generator)
     own = torch.Generator(logits.device)
     for place, seed in batch.seeds:
         noise[place].uniform_(generator=own.manual_seed(seed))
@@ -100,15 +93,14 @@ def sample(logits: torch.Tensor, batch: SamplingBatch, generator: torch.Generato
 def _keep_likeliest(logits: torch.Tensor, width: int, top_k: torch.Tensor, top_p: torch.Tensor | None) -> torch.Tensor:
     """Put -inf, in place, where top_k and then top_p exclude a token (the order of vLLM v1/sample/sampler.py).
 
-    `width` is the largest top_k of these rows, or the vocabulary. Tokens that tie with the k-th are kept, as in vLLM and
-    transformers. top_p is the smallest set that reaches it; of the tokens that tie at its end the lower ids are kept, so
-    that the likeliest one is argmax's.
+    `width` is the largest top_k of these rows, or the vocabulary. Tokens that tie with the k-th are kept, as in vLLM
+    and transformers. top_p is the smallest set that reaches it; of the tokens that tie at its end the lower ids are
+    kept, so that with a tiny top_p the only one is argmax's.
     """
     if width < logits.shape[1]:
         ordered = logits.topk(width).values
         kth = ordered.gather(1, top_k - 1)
-        logits.masked_fill_(logits < kth, NEG_INF)
-        ordered.masked_fill_(ordered < kth, NEG_INF)
+        logits.masked_fill_(logits < kth, -torch.inf)
     elif logits.device.type == "cpu":  # NumPy sorts bare values some ten times as fast
         ordered = torch.from_numpy(np.sort(logits.neg().numpy())).neg_()
     else:
@@ -124,7 +116,7 @@ def _keep_likeliest(logits: torch.Tensor, width: int, top_k: torch.Tensor, top_p
     above = before.gather(1, (ordered > last).sum(dim=-1, keepdim=True))
     num_ties = ((goal - above) / last.exp()).ceil_().clamp_(max=logits.shape[1]).int()
     ties = logits == last
-    return logits.masked_fill_((logits < last) | ties & (ties.cumsum(dim=-1, dtype=torch.int32) > num_ties), NEG_INF)
+    return logits.masked_fill_((logits < last) | ties & (ties.cumsum(dim=-1, dtype=torch.int32) > num_ties), -torch.inf)
 
 
 def gather_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, num_logprobs: int) -> tuple[torch.Tensor, ...]:
@@ -136,5 +128,5 @@ def gather_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, num_logprobs:
     logprobs = logits.float().log_softmax(dim=-1)
     chosen = logprobs.gather(1, token_ids[:, None])
     values, ids = logprobs.topk(min(num_logprobs, logits.shape[1]), dim=-1)
-    rank = (logprobs > chosen).sum(dim=-1) + 1
+    rank = (logprobs >= chosen).sum(dim=-1)  # of tokens that tie the last one's, as in vLLM
     return torch.cat((token_ids[:, None], ids), dim=1), torch.cat((chosen, values), dim=1), rank
