@@ -7,6 +7,8 @@ This module decides which values are possible. It reads no file and asks no devi
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from nanoserve.request import require, require_number
+
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 _CHOICES = {
     "dtype": DTYPES, "scheduling_policy": ("fcfs", "priority"), "load_format": ("auto", "dummy"),
@@ -16,6 +18,7 @@ _AT_LEAST = {
     "max_model_len": 2, "max_num_seqs": 1, "max_num_batched_tokens": 1, "block_size": 1, "num_gpu_blocks_override": 1,
     "long_prefill_token_threshold": 0, "seed": -(2**63),
 }  # fmt: skip
+_OPTIONAL = ("max_model_len", "block_size", "num_gpu_blocks_override")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,24 +56,17 @@ class EngineConfig:
         return cls(model=model, **{**options, "dtype": dtype})
 
     def __post_init__(self):
-        if not isinstance(self.model, str) or not self.model:
-            raise ValueError(f"model must be a folder, a hub id or 'demo', got {self.model!r}")
+        require(bool(self.model) and isinstance(self.model, str), "model", "a folder, a hub id or 'demo'", self.model)
         for name, choices in _CHOICES.items():
             value = getattr(self, name)
-            if value not in choices or type(value) is not type(choices[0]):
-                raise ValueError(f"{name} must be one of {', '.join(map(str, choices))}, got {value!r}")
+            ok = type(value) is type(choices[0]) and value in choices
+            require(ok, name, f"one of {', '.join(map(str, choices))}", value)
         for name, low in _AT_LEAST.items():
-            value = getattr(self, name)
-            if value is None and name in ("max_model_len", "block_size", "num_gpu_blocks_override"):
-                continue
-            if type(value) is not int or not low <= value < 2**63:
-                raise ValueError(f"{name} must be an integer of at least {low}, got {value!r}")
-        share = self.gpu_memory_utilization
-        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
-            raise ValueError(f"gpu_memory_utilization must be in (0, 1], got {share!r}")
+            require_number(name, getattr(self, name), True, low, 2**63 - 1, optional=name in _OPTIONAL)
+        require_number("gpu_memory_utilization", self.gpu_memory_utilization, False, 0, 1)
         for name in ("device", "attention_backend"):
-            if not isinstance(getattr(self, name) or "", str):
-                raise ValueError(f"{name} must be a name, got {getattr(self, name)!r}")
+            require(isinstance(getattr(self, name) or "", str), name, "a name", getattr(self, name))
+        require(isinstance(self.scheduler_cls or type, type), "scheduler_cls", "a class", self.scheduler_cls)
 
     def for_model(self, hf_config: Any, vocab_size: int) -> "EngineConfig":
         """This config with what the checkpoint decides. Raises ValueError if max_model_len is beyond the model's."""

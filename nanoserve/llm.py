@@ -25,6 +25,7 @@ from nanoserve.request import (
     RequestOutput,
     RequestStatus,
     SamplingParams,
+    require,
 )
 from nanoserve.scheduler import Scheduler, SchedulerOutput
 
@@ -262,8 +263,8 @@ class LLM:
         """One state a prompt; all are checked before the first is queued."""
         if isinstance(prompts, str | dict) or (prompts and isinstance(prompts[0], int)):
             prompts = [prompts]
-        if priority is not None and self.config.scheduling_policy != "priority":
-            raise ValueError("priority was given, but scheduling_policy is 'fcfs'")
+        by_priority = self.config.scheduling_policy == "priority"
+        require(by_priority or priority is None, "priority", "None where scheduling_policy is 'fcfs'", priority)
         params = _one_each("sampling_params", params or SamplingParams(), len(prompts), SamplingParams)
         priority = _one_each("priority", priority or 0, len(prompts), int)
         arguments = zip(prompts, params, priority, strict=True)
@@ -285,19 +286,18 @@ class LLM:
             text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids", prompt.get("prompt"))
         if isinstance(token_ids, str):
             text, token_ids = token_ids, self.tokenizer(token_ids)["input_ids"]
-        if not isinstance(token_ids, list | tuple) or not all(type(token_id) is int for token_id in token_ids):
-            raise ValueError(f"a prompt must be a str, a list of token ids or a dict with either, got {prompt!r:.200}")
-        limit = self.config.hf_config.vocab_size
-        if token_ids and not (0 <= min(token_ids) and max(token_ids) < limit):
-            raise ValueError(f"token ids must be in [0, {limit}), got {min(token_ids)} to {max(token_ids)}")
-        return text, list(token_ids)
+        ok = isinstance(token_ids, list | tuple) and all(type(token_id) is int for token_id in token_ids)
+        require(ok, "a prompt", "a str, a list of token ids or a dict with either", prompt)
+        limit, ids = self.config.hf_config.vocab_size, list(token_ids)
+        if ids:
+            require(min(ids) >= 0 and max(ids) < limit, "token ids", f"in [0, {limit})", (min(ids), max(ids)))
+        return text, ids
 
 
 def _one_each(name: str, value: Any, num_prompts: int, kind: type) -> list[Any]:
     """`value` for every prompt, or its items one for each. Raises ValueError if their number or type is wrong."""
     values = [value] * num_prompts if isinstance(value, kind) else value
-    if not isinstance(values, list | tuple) or not all(isinstance(item, kind) for item in values):
-        raise ValueError(f"{name} must be a {kind.__name__} or a list of them, got {value!r:.200}")
-    if len(values) != num_prompts:
-        raise ValueError(f"{name} has {len(values)} items for {num_prompts} prompts")
+    ok = isinstance(values, list | tuple) and all(isinstance(item, kind) for item in values)
+    require(ok, name, f"a {kind.__name__} or a list of them", value)
+    require(len(values) == num_prompts, f"the number of {name}", f"{num_prompts}, one a prompt", len(values))
     return list(values)

@@ -19,10 +19,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
-_LIMITS = (  # of SamplingParams' numbers; True: an integer
-    ("temperature", False, 0, 1e6), ("top_p", False, 0, 1), ("top_k", True, -1, 2**31), ("min_p", False, 0, 1),
-    ("seed", True, -(2**63), 2**64 - 1), ("max_tokens", True, 1, 2**31), ("logprobs", True, 0, 2**20),
+_LIMITS = (  # of SamplingParams' numbers: integer, lowest, highest, may be None
+    ("temperature", False, 0, 1e6, False), ("top_p", False, 0, 1, False), ("top_k", True, -1, 2**31, False),
+    ("min_p", False, 0, 1, False), ("seed", True, -(2**63), 2**64 - 1, True), ("max_tokens", True, 1, 2**31, True),
+    ("logprobs", True, 0, 2**20, True),
 )  # fmt: skip
+
+
+def require(ok: bool, name: str, wanted: str, value: object) -> None:
+    """Raise a ValueError that names what was given and what it must be, unless it is."""
+    if not ok:
+        raise ValueError(f"{name} must be {wanted}, got {value!r:.200}")
+
+
+def require_number(name: str, value: object, integer: bool, low: float, high: float, optional: bool = False) -> None:
+    ok = isinstance(value, int if integer else int | float) and not isinstance(value, bool) and low <= value <= high
+    wanted = f"{'an integer' if integer else 'a number'} in [{low}, {high}]"
+    require(ok or (optional and value is None), name, wanted, value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,23 +58,17 @@ class SamplingParams:
     skip_special_tokens: bool = True
 
     def __post_init__(self):
-        for name, integer, low, high in _LIMITS:
-            value = getattr(self, name)
-            if value is None and name in ("seed", "max_tokens", "logprobs"):
-                continue
-            right_type = isinstance(value, int if integer else int | float) and not isinstance(value, bool)
-            if not right_type or not low <= value <= high or (name == "top_p" and value == 0):
-                kind, bracket = "an integer" if integer else "a number", "(" if name == "top_p" else "["
-                raise ValueError(f"{name} must be {kind} in {bracket}{low}, {high}], got {value!r}")
+        for name, *limits in _LIMITS:
+            require_number(name, getattr(self, name), *limits)
+        require(self.top_p > 0, "top_p", "in (0, 1]", self.top_p)
         stop = (self.stop,) if isinstance(self.stop, str) else () if self.stop is None else self.stop
+        ok = isinstance(stop, Sequence) and all(isinstance(each, str) and each for each in stop)
+        require(ok, "stop", "a non-empty string or a list of them", self.stop)
         ids = () if self.stop_token_ids is None else self.stop_token_ids
-        if not isinstance(stop, Sequence) or not all(isinstance(s, str) and s for s in stop):
-            raise ValueError(f"stop must be a non-empty string or a list of them, got {self.stop!r}")
-        if not isinstance(ids, Sequence) or not all(type(i) is int and i >= 0 for i in ids):
-            raise ValueError(f"stop_token_ids must be a list of token ids >= 0, got {self.stop_token_ids!r}")
+        ok = isinstance(ids, Sequence) and all(type(each) is int and each >= 0 for each in ids)
+        require(ok, "stop_token_ids", "a list of token ids", self.stop_token_ids)
         for name in ("ignore_eos", "skip_special_tokens"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
+            require(isinstance(getattr(self, name), bool), name, "True or False", getattr(self, name))
         object.__setattr__(self, "seed", None if self.seed == -1 else self.seed)  # -1 is none, as in vLLM
         object.__setattr__(self, "stop", tuple(stop))
         object.__setattr__(self, "stop_token_ids", tuple(ids))
@@ -130,10 +137,6 @@ class Request:
     @property
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
-
-    def __repr__(self) -> str:
-        computed = f"{self.num_computed_tokens}/{self.num_tokens_with_spec}"
-        return f"Request({self.request_id}, {self.status.name}, computed {computed})"
 
 
 @dataclass(frozen=True, slots=True)
