@@ -99,13 +99,8 @@ class BlockManager:
             hits.append(next(iter(blocks)))
         return hits
 
-    def allocate_slots(
-        self,
-        request: Request,
-        num_new_tokens: int,
-        computed_blocks: Sequence[int] = (),
-        full_sequence_must_fit: bool = False,
-    ) -> list[int] | None:
+    def allocate_slots(self, request: Request, num_new_tokens: int, computed_blocks: Sequence[int] = (),
+                       full_sequence_must_fit: bool = False) -> list[int] | None:
         """Make room for `num_new_tokens` more tokens; the ids of the newly handed out blocks, or None: no room.
 
         `computed_blocks` is what get_computed_blocks returned, for a request that holds nothing yet. With

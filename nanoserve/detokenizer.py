@@ -26,9 +26,8 @@ class Detokenizer:
         self.num_used = 0  # of the last append()'s ids: all, or up to the one that completed a stop string
         self._stop = stop
         self._tokenizer = tokenizer
-        self._decode = partial(
-            tokenizer.decode, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
-        )
+        self._decode = partial(tokenizer.decode, skip_special_tokens=skip_special_tokens,
+                               clean_up_tokenization_spaces=False)
         added = tokenizer.added_tokens_decoder.items() if skip_special_tokens else ()
         self._skipped = {token_id for token_id, token in added if token.special}
         window: list[int] = []

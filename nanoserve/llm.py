@@ -17,16 +17,8 @@ from nanoserve.config import EngineConfig
 from nanoserve.detokenizer import Detokenizer
 from nanoserve.loader import find_model, load_config, load_tokenizer
 from nanoserve.model_runner import ModelRunner, TokenLogprobs
-from nanoserve.request import (
-    CompletionOutput,
-    Logprob,
-    Request,
-    RequestMetrics,
-    RequestOutput,
-    RequestStatus,
-    SamplingParams,
-    require,
-)
+from nanoserve.request import (CompletionOutput, Logprob, Request, RequestMetrics, RequestOutput, RequestStatus,
+                               SamplingParams, require)
 from nanoserve.scheduler import Scheduler, SchedulerOutput
 
 Prompt = str | Sequence[int] | dict[str, Any]  # a text, token ids, {"prompt": text} or {"prompt_token_ids": ids}
@@ -95,13 +87,8 @@ class LLM:
         cache = f"K/V cache of {runner.num_blocks} blocks x {runner.block_size} tokens = {num_slots} tokens"
         print(f"nanoserve: {where}, {cache}, max_model_len {self.scheduler.max_model_len}", file=sys.stderr)
 
-    def generate(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        sampling_params: Params = None,
-        use_tqdm: bool = True,
-        priority: Sequence[int] | None = None,
-    ) -> list[RequestOutput]:
+    def generate(self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None, use_tqdm: bool = True,
+                 priority: Sequence[int] | None = None) -> list[RequestOutput]:
         """Complete one prompt or a list of them, with one SamplingParams for all or a list.
 
         Returns one finished RequestOutput a prompt, in the prompts' order. Raises ValueError before anything is queued
@@ -121,22 +108,15 @@ class LLM:
                     bar.update(int(state.finished))
         return [state.output() for state in states]
 
-    def generate_stream(
-        self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None, priority: Sequence[int] | None = None
-    ) -> Iterator[RequestOutput]:
+    def generate_stream(self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None,
+                        priority: Sequence[int] | None = None) -> Iterator[RequestOutput]:
         """As `generate`, but each RequestOutput as it grows; closing the iterator aborts what is unfinished."""
         states = self._make_states(prompts, sampling_params, priority)
         return (state.output() for state in self._run(states))
 
-    def chat(
-        self,
-        messages: Sequence,
-        sampling_params: Params = None,
-        use_tqdm: bool = True,
-        add_generation_prompt: bool = True,
-        chat_template_kwargs: dict[str, Any] | None = None,
-        priority: Sequence[int] | None = None,
-    ) -> list[RequestOutput]:
+    def chat(self, messages: Sequence, sampling_params: Params = None, use_tqdm: bool = True,
+             add_generation_prompt: bool = True, chat_template_kwargs: dict[str, Any] | None = None,
+             priority: Sequence[int] | None = None) -> list[RequestOutput]:
         """Answer one conversation, a list of {"role": ..., "content": ...} messages, or a list of conversations.
 
         Raises ValueError as `generate` does, and for messages that the tokenizer's chat template refuses.
@@ -144,9 +124,8 @@ class LLM:
         prompts = self.preprocess_chat(messages, add_generation_prompt, chat_template_kwargs)
         return self.generate(prompts, sampling_params, use_tqdm, priority)
 
-    def preprocess_chat(
-        self, messages: Sequence, add_generation_prompt: bool = True, chat_template_kwargs: dict | None = None
-    ) -> list[Prompt]:
+    def preprocess_chat(self, messages: Sequence, add_generation_prompt: bool = True,
+                        chat_template_kwargs: dict | None = None) -> list[Prompt]:
         """The prompts `chat` would complete, one a conversation."""
         options = {"tokenize": False, "add_generation_prompt": add_generation_prompt, **(chat_template_kwargs or {})}
         prompts: list[Prompt] = []

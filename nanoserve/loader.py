@@ -62,9 +62,8 @@ def load_tokenizer(folder: Path, config: Any) -> tuple[Any, set[int]]:
     return tokenizer, {tokenizer.eos_token_id, *(more if isinstance(more, list) else [more])} - {None}
 
 
-def load_model(
-    folder: Path, config: Any, attend: Attend, max_model_len: int, dtype: torch.dtype, device: torch.device, dummy: bool
-) -> CausalLM:
+def load_model(folder: Path, config: Any, attend: Attend, max_model_len: int, dtype: torch.dtype, device: torch.device,
+               dummy: bool) -> CausalLM:
     """The model on `device`, with its or random weights. Raises ValueError naming the file and tensor at fault."""
     with torch.device("meta"):
         model = CausalLM(config, attend).to(dtype)

@@ -96,14 +96,8 @@ class RequestStatus(IntEnum):
 class Request:
     """One prompt on its way. Only the Scheduler writes to it (vLLM v1/request.py)."""
 
-    def __init__(
-        self,
-        request_id: str,
-        prompt_token_ids: Sequence[int],
-        sampling_params: SamplingParams,
-        priority: int = 0,
-        arrival_time: float = 0.0,
-    ):
+    def __init__(self, request_id: str, prompt_token_ids: Sequence[int], sampling_params: SamplingParams,
+                 priority: int = 0, arrival_time: float = 0.0):
         self.request_id = request_id
         self.sampling_params = sampling_params
         self.priority = priority  # a smaller value is more important

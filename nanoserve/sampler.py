@@ -28,9 +28,8 @@ class SamplingBatch:
     num_logprobs: int | None  # the most any row asks for
 
 
-def make_sampling_batch(
-    params: list[SamplingParams], positions: list[int], vocab_size: int, device: torch.device
-) -> SamplingBatch:
+def make_sampling_batch(params: list[SamplingParams], positions: list[int], vocab_size: int,
+                        device: torch.device) -> SamplingBatch:
     """Lay out the rows' parameters; positions[r] is where row r's token goes in its request.
 
     A seeded row's randomness is a function of its seed and that position alone: the same alone, in any batch, in

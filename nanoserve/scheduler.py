@@ -47,17 +47,9 @@ class Scheduler:
     first. "fcfs" sorts by the order of arrival, "priority" by (priority, arrival_time), smaller being more important.
     """
 
-    def __init__(
-        self,
-        block_manager: BlockManager,
-        *,
-        max_num_seqs: int,
-        max_num_batched_tokens: int,
-        max_model_len: int,
-        policy: str = "fcfs",
-        long_prefill_token_threshold: int = 0,
-        eos_token_ids: Collection[int] = frozenset(),
-    ):
+    def __init__(self, block_manager: BlockManager, *, max_num_seqs: int, max_num_batched_tokens: int,
+                 max_model_len: int, policy: str = "fcfs", long_prefill_token_threshold: int = 0,
+                 eos_token_ids: Collection[int] = frozenset()):
         if policy not in ("fcfs", "priority"):
             raise ValueError(f"policy must be 'fcfs' or 'priority', got {policy!r}")
         self.block_manager = block_manager
