@@ -24,18 +24,16 @@ class Detokenizer:
     def __init__(self, tokenizer: Any, prompt_token_ids: list[int], stop: tuple[str, ...], skip_special_tokens: bool):
         self.text = ""
         self.num_used = 0  # of the last append()'s ids: all, or up to the one that completed a stop string
-        self._stop = stop
-        self._tokenizer = tokenizer
-        self._decode = partial(tokenizer.decode, skip_special_tokens=skip_special_tokens,
-                               clean_up_tokenization_spaces=False)
+        self._stop, self._tokenizer = stop, tokenizer
+        options = {"skip_special_tokens": skip_special_tokens, "clean_up_tokenization_spaces": False}
+        self._decode = partial(tokenizer.decode, **options)
         added = tokenizer.added_tokens_decoder.items() if skip_special_tokens else ()
         self._skipped = {token_id for token_id, token in added if token.special}
         window: list[int] = []
         for token_id in reversed(prompt_token_ids):
             if len(window) >= CONTEXT and not BYTE_TOKEN.fullmatch(self._spell(window[-1])):
                 break
-            if self._spell(token_id):
-                window.append(token_id)
+            window += [token_id] if self._spell(token_id) else []
         self._window = window[::-1]
         self._known = self._decode(self._window)  # the part of the window's text that is the prompt's or in `text`
 
@@ -48,8 +46,7 @@ class Detokenizer:
         self.num_used = 0
         for token_id in token_ids:
             self.num_used += 1
-            spelling = self._spell(token_id)
-            if not spelling:
+            if not (spelling := self._spell(token_id)):
                 continue
             self._window.append(token_id)
             in_run = BYTE_TOKEN.fullmatch(spelling) is not None
