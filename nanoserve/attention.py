@@ -9,6 +9,8 @@ kv_cache `[2, num_blocks, block_size, num_kv_heads, head_dim]`, keys first. `att
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
+from inspect import signature
 
 import numpy as np
 import torch
@@ -109,56 +111,101 @@ def group_rows(
     return tuple(groups)
 
 
-def attend_flash_attn(q: torch.Tensor, kv_cache: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
-    """FlashAttention 2's paged path (package flash-attn 2.8.3, flash_attn_varlen_func with block_table).
+def attend_flash_attn_3(q: torch.Tensor, kv_cache: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
+    """FlashAttention 3, for Hopper (module flash_attn_interface): one call for any mix, pages of any size.
 
-    causal=True lines up the last query with the last key, so a chunk sees its whole past. With a block table only the
-    differences of cu_seqlens_k are read: each row's whole context, this step's tokens included.
+    Here and below, causal=True lines up the last query with the last key, so a chunk sees its whole past. num_splits=1
+    keeps a kernel from cutting contexts up by what else is in the batch: a row's result is its own.
     """
-    from flash_attn import flash_attn_varlen_func
+    from flash_attn_interface import flash_attn_with_kvcache
 
-    return flash_attn_varlen_func(
-        q,
-        kv_cache[0],
-        kv_cache[1],
-        cu_seqlens_q=metadata.cu_seqlens_q,
-        cu_seqlens_k=metadata.cu_seqlens_k,
-        max_seqlen_q=metadata.max_seqlen_q,
-        max_seqlen_k=metadata.max_seqlen_k,
-        causal=True,
-        block_table=metadata.block_table,
+    rows = dict(
+        cu_seqlens_q=metadata.cu_seqlens_q, cache_seqlens=metadata.context_lens, max_seqlen_q=metadata.max_seqlen_q
     )
+    return flash_attn_with_kvcache(q, *kv_cache, page_table=metadata.block_table, **rows, causal=True, num_splits=1)
+
+
+def attend_flash_attn(q: torch.Tensor, kv_cache: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
+    """FlashAttention 2 (package flash-attn 2.8.3). Its call for mixed rows has no num_splits, so decodes take another.
+
+    With a block table only the differences of cu_seqlens_k are read: each row's whole context.
+    """
+    from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
+
+    if metadata.max_seqlen_q == 1:
+        rows = dict(cache_seqlens=metadata.context_lens, block_table=metadata.block_table)
+        return flash_attn_with_kvcache(q.unsqueeze(1), *kv_cache, **rows, causal=True, num_splits=1).squeeze(1)
+    rows = (metadata.cu_seqlens_q, metadata.cu_seqlens_k, metadata.max_seqlen_q, metadata.max_seqlen_k)
+    return flash_attn_varlen_func(q, *kv_cache, *rows, causal=True, block_table=metadata.block_table)
+
+
+def attend_torch_varlen(q: torch.Tensor, kv_cache: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
+    """The FlashAttention kernels compiled into PyTorch >= 2.12 (torch.nn.attention.varlen): nothing to install.
+
+    window_size (-1, 0) is its way to say causal. A lone query sees its whole context without any mask, and then the
+    kernel reads a key head once for all the query heads that share it.
+    """
+    from torch.nn.attention.varlen import varlen_attn
+
+    window = (-1, 0) if metadata.max_seqlen_q > 1 else (-1, -1)
+    rows = (metadata.cu_seqlens_q, metadata.cu_seqlens_k, metadata.max_seqlen_q, metadata.max_seqlen_k)
+    pages = dict(seqused_k=metadata.context_lens, block_table=metadata.block_table, num_splits=1)
+    return varlen_attn(q, *kv_cache, *rows, window_size=window, enable_gqa=True, **pages)
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionBackend:
-    """A backend and its page sizes: a multiple of `page_multiple`, and `block_size` by default."""
+    """A backend, its page sizes, and what its CUDA kernel needs; one without a `module` runs anywhere."""
 
     name: str
     attend: Attend
-    block_size: int
-    page_multiple: int
-    unfit: Callable[[torch.device, torch.dtype, int], str | None]  # why it cannot run there; None: it can
+    block_size: int  # by default
+    page_multiple: int  # block_size must be a multiple of it
+    module: str | None = None
+    function: str = ""  # of the module
+    argument: str = ""  # that the function must be able to take
+    architectures: range = range(0)  # major compute capabilities: Ampere is 8, Hopper 9, Blackwell 10 and 12
+    install: str = ""
 
-
-def _flash_attn_unfit(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
-    if device.type != "cuda":
-        return f"it needs a CUDA device, not {device.type}"
-    if dtype not in (torch.float16, torch.bfloat16):
-        return f"it needs float16 or bfloat16, not {dtype}"
-    if head_dim > 256 or head_dim % 8:
-        return f"it needs a head_dim that is a multiple of 8 up to 256, not {head_dim}"
-    try:
-        import flash_attn  # noqa: F401
-    except ImportError:
-        return "flash-attn is not installed: pip install --no-build-isolation 'nanoserve[cuda]'"
-    return None
+    def unfit(self, device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int | None) -> str | None:
+        """Why it cannot run there; None: it can."""
+        if block_size is not None and block_size % self.page_multiple:
+            return f"its block_size must be a multiple of {self.page_multiple}, not {block_size}"
+        if self.module is None:
+            return None
+        if device.type != "cuda":
+            return f"it needs a CUDA device, not {device.type}"
+        if dtype not in (torch.float16, torch.bfloat16):
+            return f"it needs float16 or bfloat16, not {dtype}"
+        if head_dim > 256 or head_dim % 8:
+            return f"it needs a head_dim that is a multiple of 8 up to 256, not {head_dim}"
+        try:
+            function = getattr(import_module(self.module), self.function)
+        except Exception as error:  # not there, or built for another torch or CUDA, which shows in many ways
+            return f"{self.module} cannot be imported ({error}): {self.install}"
+        if self.argument not in signature(function).parameters:
+            return f"{self.function} of this version takes no {self.argument}: {self.install}"
+        major, minor = torch.cuda.get_device_capability(device)
+        if major not in self.architectures:
+            return f"its kernels are not for this GPU (compute capability {major}.{minor})"
+        return None
 
 
 BACKENDS = (  # best first
-    AttentionBackend("flash_attn", attend_flash_attn, 256, 256, _flash_attn_unfit),
-    AttentionBackend("torch", attend_torch, 16, 1, lambda device, dtype, head_dim: None),
-)
+    AttentionBackend(
+        "flash_attn_3", attend_flash_attn_3, 128, 1, "flash_attn_interface", "flash_attn_with_kvcache", "page_table",
+        range(9, 10), "build FlashAttention's folder hopper, or pip install tokenspeed-fa3 (a third party's build)",
+    ),
+    AttentionBackend(
+        "flash_attn", attend_flash_attn, 256, 256, "flash_attn", "flash_attn_with_kvcache", "block_table",
+        range(8, 100), "pip install --no-build-isolation 'nanoserve[cuda]'",
+    ),
+    AttentionBackend(
+        "torch_varlen", attend_torch_varlen, 256, 256, "torch.nn.attention.varlen", "varlen_attn", "block_table",
+        range(8, 100), "pip install 'torch>=2.12'",
+    ),
+    AttentionBackend("torch", attend_torch, 16, 1),
+)  # fmt: skip
 
 
 def select_backend(
@@ -166,11 +213,10 @@ def select_backend(
 ) -> AttentionBackend:
     """The named backend, or for "auto" the best that can run. Raises ValueError saying why one cannot."""
     for backend in BACKENDS:
-        reason = backend.unfit(device, dtype, head_dim)
-        if reason is None and block_size is not None and block_size % backend.page_multiple:
-            reason = f"its block_size must be a multiple of {backend.page_multiple}, not {block_size}"
-        if name == backend.name and reason is not None:
-            raise ValueError(f"attention_backend={name!r} cannot run: {reason}")
-        if name in ("auto", backend.name) and reason is None:
-            return backend
+        if name in ("auto", backend.name):
+            reason = backend.unfit(device, dtype, head_dim, block_size)
+            if reason is None:
+                return backend
+            if name != "auto":
+                raise ValueError(f"attention_backend={name!r} cannot run: {reason}")
     raise ValueError(f"attention_backend must be auto, {', '.join(b.name for b in BACKENDS)}, got {name!r}")

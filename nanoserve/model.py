@@ -5,12 +5,12 @@ not know requests, schedules or blocks; K/V caches and AttentionMetadata are pas
 step's tokens lie in one row, `[num_tokens, hidden_size]`, whichever requests they belong to (Yu et al. 2022, "Orca").
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from nanoserve.attention import Attend, AttentionMetadata, store_kv
 
@@ -32,15 +32,13 @@ def check_supported(config: Any) -> str:
     windowed = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
     if windowed:
         raise ValueError(f"layer_types with {', '.join(sorted(windowed))} is not supported, only full attention")
-    if config.num_attention_heads % config.num_key_value_heads:
-        raise ValueError(
-            f"num_attention_heads={config.num_attention_heads} is not a multiple of "
-            f"num_key_value_heads={config.num_key_value_heads}"
-        )
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    if heads % kv_heads:
+        raise ValueError(f"num_attention_heads={heads} is not a multiple of num_key_value_heads={kv_heads}")
     return architecture
 
 
-def compute_rope_table(config: Any, max_model_len: int, device: torch.device) -> torch.Tensor:
+def compute_rope_table(config: Any, max_model_len: int, device: torch.device) -> Tensor:
     """cos and sin for every position, [max_model_len, 2, head_dim / 2] float32 (Su et al. 2021, "RoFormer").
 
     Frequencies come from transformers' own ROPE_INIT_FUNCTIONS. Types that depend on the length ("dynamic", "longrope")
@@ -48,26 +46,48 @@ def compute_rope_table(config: Any, max_model_len: int, device: torch.device) ->
     """
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    rope, head_dim = config.rope_parameters, get_head_dim(config)
-    rope_type = rope["rope_type"]
+    rope, rope_type, head_dim = config.rope_parameters, config.rope_parameters["rope_type"], get_head_dim(config)
     if rope_type == "default":
         exponents = torch.arange(0, head_dim, 2, dtype=torch.float, device=device) / head_dim
         inv_freq, scale = 1.0 / rope["rope_theta"] ** exponents, 1.0
     elif rope_type in ROPE_INIT_FUNCTIONS:
         inv_freq, scale = ROPE_INIT_FUNCTIONS[rope_type](config, device, seq_len=max_model_len)
     else:
-        known = ", ".join(["default", *ROPE_INIT_FUNCTIONS])
-        raise ValueError(f"rope_type={rope_type!r} is not supported; these are: {known}")
+        raise ValueError(f"rope_type={rope_type!r} is none of: default, {', '.join(ROPE_INIT_FUNCTIONS)}")
     if len(inv_freq) != head_dim // 2:
         raise ValueError(f"rotary embedding over {2 * len(inv_freq)} of {head_dim} head dimensions is not supported")
     angles = torch.outer(torch.arange(max_model_len, dtype=torch.float, device=device), inv_freq.float())
     return torch.stack((angles.cos(), angles.sin()), dim=1) * scale
 
 
-def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate x [num_tokens, num_heads, head_dim] by its tokens' angles, [num_tokens, 1, head_dim / 2]."""
-    first, second = x.chunk(2, dim=-1)
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The normed sum of x and residual, and the sum, which is the next residual; all [num_tokens, hidden_size]."""
+    residual = residual + x
+    return F.rms_norm(residual, weight.shape, weight, eps), residual
+
+
+def norm_and_rotate(x: Tensor, weight: Tensor | None, eps: float, cos: Tensor, sin: Tensor) -> Tensor:
+    """x [num_tokens, num_heads, head_dim], normed if the model does that, turned by its tokens' angles."""
+    first, second = (x if weight is None else F.rms_norm(x, weight.shape, weight, eps)).chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+def silu_and_mul(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+class Elementwise:
+    """What lies between the matrix products. PyTorch has a fused op for RMSNorm alone, so `compile` makes one kernel of
+    each function: for one token and, with a dynamic shape, for more, all during the warm-up.
+    """
+
+    def __init__(self):
+        self.add_rms_norm, self.norm_and_rotate, self.silu_and_mul = add_rms_norm, norm_and_rotate, silu_and_mul
+
+    def compile(self) -> None:
+        for name, function in vars(self).items():
+            setattr(self, name, torch.compile(function, dynamic=True))
 
 
 class FusedLinear(nn.Linear):
@@ -78,73 +98,54 @@ class FusedLinear(nn.Linear):
         self.parts = parts
 
 
-class RMSNorm(nn.Module):
-    def __init__(self, size: int, eps: float):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
-
-
 class Attention(nn.Module):
-    def __init__(self, config: Any, attend: Attend):
+    def __init__(self, config: Any, attend: Attend, ops: Elementwise):
         super().__init__()
         architecture = check_supported(config)
-        self.attend, self.head_dim = attend, get_head_dim(config)
+        self.attend, self.ops, self.head_dim, self.eps = attend, ops, get_head_dim(config), config.rms_norm_eps
         kv_size = config.num_key_value_heads * self.head_dim
         parts = {"q_proj": config.num_attention_heads * self.head_dim, "k_proj": kv_size, "v_proj": kv_size}
         bias = getattr(config, "attention_bias", False)
         self.qkv_proj = FusedLinear(config.hidden_size, parts, bias=bias or ARCHITECTURES[architecture])
         self.o_proj = nn.Linear(parts["q_proj"], config.hidden_size, bias=bias)
         has_norm = architecture == "Qwen3ForCausalLM"
-        self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps) if has_norm else nn.Identity()
-        self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps) if has_norm else nn.Identity()
+        self.q_norm, self.k_norm = (nn.RMSNorm(self.head_dim, self.eps) if has_norm else None for _ in range(2))
 
-    def forward(
-        self, x: torch.Tensor, rope: tuple[torch.Tensor, ...], kv_cache: torch.Tensor, metadata: AttentionMetadata
-    ) -> torch.Tensor:
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], kv_cache: Tensor, metadata: AttentionMetadata) -> Tensor:
         qkv = self.qkv_proj(x).split(list(self.qkv_proj.parts.values()), dim=-1)
         q, k, v = (part.view(len(x), -1, self.head_dim) for part in qkv)
-        q, k = apply_rope(self.q_norm(q), *rope), apply_rope(self.k_norm(k), *rope)
+        q = self.ops.norm_and_rotate(q, self.q_norm and self.q_norm.weight, self.eps, *rope)
+        k = self.ops.norm_and_rotate(k, self.k_norm and self.k_norm.weight, self.eps, *rope)
         store_kv(k, v, kv_cache, metadata.slot_mapping)
         return self.o_proj(self.attend(q, kv_cache, metadata).flatten(1))
 
 
 class MLP(nn.Module):
-    def __init__(self, config: Any):
+    def __init__(self, config: Any, ops: Elementwise):
         super().__init__()
-        bias, size = getattr(config, "mlp_bias", False), config.intermediate_size
+        bias, size, self.ops = getattr(config, "mlp_bias", False), config.intermediate_size, ops
         self.gate_up_proj = FusedLinear(config.hidden_size, {"gate_proj": size, "up_proj": size}, bias=bias)
         self.down_proj = nn.Linear(size, config.hidden_size, bias=bias)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
-        return self.down_proj(F.silu(gate) * up)
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self.ops.silu_and_mul(self.gate_up_proj(x)))
 
 
 class DecoderLayer(nn.Module):
-    def __init__(self, config: Any, attend: Attend):
+    def __init__(self, config: Any, attend: Attend, ops: Elementwise):
         super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = Attention(config, attend)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = MLP(config)
+        self.ops, self.eps = ops, config.rms_norm_eps
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, self.eps)
+        self.self_attn = Attention(config, attend, ops)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, self.eps)
+        self.mlp = MLP(config, ops)
 
-    def forward(
-        self, x: torch.Tensor, rope: tuple[torch.Tensor, ...], kv_cache: torch.Tensor, metadata: AttentionMetadata
-    ) -> torch.Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), rope, kv_cache, metadata)
-        return x + self.mlp(self.post_attention_layernorm(x))
-
-
-class Decoder(nn.Module):
-    def __init__(self, config: Any, attend: Attend):
-        super().__init__()
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(DecoderLayer(config, attend) for _ in range(config.num_hidden_layers))
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+    def forward(self, x: Tensor, residual: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+        """x is what the layer before adds to the residual, and what is returned is for the next one to add."""
+        x, residual = self.ops.add_rms_norm(x, residual, self.input_layernorm.weight, self.eps)
+        x = self.self_attn(x, *args)
+        x, residual = self.ops.add_rms_norm(x, residual, self.post_attention_layernorm.weight, self.eps)
+        return self.mlp(x), residual
 
 
 class CausalLM(nn.Module):
@@ -152,37 +153,38 @@ class CausalLM(nn.Module):
 
     def __init__(self, config: Any, attend: Attend):
         super().__init__()
-        self.model = Decoder(config, attend)
+        self.ops = ops = Elementwise()
+        self.model = nn.Module()
+        self.model.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.model.layers = nn.ModuleList(DecoderLayer(config, attend, ops) for _ in range(config.num_hidden_layers))
+        self.model.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         tied = config.tie_word_embeddings  # then the embedding's rows are the output's too
         self.lm_head = None if tied else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.rope_table = torch.empty(0)  # set by the loader: it is computed, not loaded
 
     def forward(
-        self,
-        input_ids: torch.Tensor,
-        positions: torch.Tensor,
-        kv_caches: Sequence[torch.Tensor],
-        metadata: AttentionMetadata,
-    ) -> torch.Tensor:
+        self, input_ids: Tensor, positions: Tensor, kv_caches: list[Tensor], metadata: AttentionMetadata
+    ) -> Tensor:
         """Hidden states [num_tokens, hidden_size] of input_ids [num_tokens] at positions [num_tokens]."""
         x = self.model.embed_tokens(input_ids)
-        rope = self.rope_table[positions].to(x.dtype).unsqueeze(1).unbind(2)
+        residual = torch.zeros_like(x)
+        rope = self.rope_table.index_select(0, positions).to(x.dtype).unsqueeze(1).unbind(2)
         for layer, kv_cache in zip(self.model.layers, kv_caches, strict=True):
-            x = layer(x, rope, kv_cache, metadata)
-        return self.model.norm(x)
+            x, residual = layer(x, residual, rope, kv_cache, metadata)
+        return self.ops.add_rms_norm(x, residual, self.model.norm.weight, self.model.norm.eps)[0]
 
-    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Logits [num_rows, vocab_size] for the hidden states of the rows that sample."""
-        return F.linear(hidden_states, (self.lm_head or self.model.embed_tokens).weight)
+    def compute_logits(self, hidden_states: Tensor, out: Tensor | None = None) -> Tensor:
+        """Logits [num_rows, vocab_size] for the hidden states of the rows that sample, in `out` if it is given."""
+        weight = (self.lm_head or self.model.embed_tokens).weight
+        return F.linear(hidden_states, weight) if out is None else torch.mm(hidden_states, weight.t(), out=out)
 
-    def checkpoint_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def checkpoint_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor a checkpoint must bring, by Hugging Face's name, as a view of where it goes."""
         for prefix, module in self.named_modules():
             for kind, parameter in module.named_parameters(recurse=False):
                 if isinstance(module, FusedLinear):
-                    parent = prefix.rpartition(".")[0]
                     pieces = parameter.split(list(module.parts.values()))
                     for name, piece in zip(module.parts, pieces, strict=True):
-                        yield f"{parent}.{name}.{kind}", piece
+                        yield f"{prefix.rpartition('.')[0]}.{name}.{kind}", piece
                 else:
                     yield f"{prefix}.{kind}", parameter

@@ -4,18 +4,24 @@ This module decides how a step's shares are laid out for the device and how many
 is computed, and sees requests only as the scheduler's frozen shares.
 """
 
+import os
+import sys
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from pathlib import Path
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from nanoserve.attention import AttentionMetadata, attend_torch, group_rows, select_backend
 from nanoserve.block_manager import cdiv
 from nanoserve.config import EngineConfig
+from nanoserve.cuda_graph import DecodeGraphs, StepShape, graph_sizes
 from nanoserve.loader import load_model
 from nanoserve.model import get_head_dim
+from nanoserve.request import SamplingParams
 from nanoserve.sampler import gather_logprobs, make_sampling_batch, sample
 from nanoserve.scheduler import ScheduledRequest, SchedulerOutput
 
@@ -43,176 +49,198 @@ class ModelRunnerOutput:
 class ModelRunner:
     """Holds the weights, the K/V caches and the rows' block tables (vLLM v1/worker/gpu_model_runner.py).
 
-    Raises ValueError where the model, the device and the options do not go together. `num_blocks` is what fits.
+    Raises ValueError where the model, the device and the options do not go together. `num_blocks` is what fits; the
+    caches hold one block more, which is nobody's: rows of padding write there.
     """
 
     def __init__(self, config: EngineConfig, folder: Path):
         hf_config = config.hf_config
-        self.device = torch.device(config.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        self.dtype = self._choose_dtype(config)
-        head_dim = get_head_dim(hf_config)
+        self.device, self.dtype = _choose_device_and_dtype(config)
+        head_dim, num_kv_heads = get_head_dim(hf_config), hf_config.num_key_value_heads
         self.backend = select_backend(config.attention_backend, config.block_size, self.device, self.dtype, head_dim)
         self.block_size = config.block_size or self.backend.block_size
-        self.max_model_len = config.max_model_len
-        self.vocab_size = config.vocab_size
-        self.group_size = hf_config.num_attention_heads // hf_config.num_key_value_heads
-        self.model = load_model(
-            folder,
-            hf_config,
-            self.backend.attend,
-            self.max_model_len,
-            self.dtype,
-            self.device,
-            dummy=config.load_format == "dummy",
-        )
-        block_shape = (self.block_size, hf_config.num_key_value_heads, head_dim)
-        self.block_bytes = 2 * hf_config.num_hidden_layers * int(np.prod(block_shape)) * self.dtype.itemsize
-        self.num_blocks = config.num_gpu_blocks_override or self._fit_blocks(config)
-        # Zeros, not garbage: a masked key weighs 0, but 0 times NaN is NaN.
-        self.kv_caches = [
-            torch.zeros(2, self.num_blocks, *block_shape, dtype=self.dtype, device=self.device)
-            for _ in range(hf_config.num_hidden_layers)
-        ]
-        self.generator = torch.Generator(self.device).manual_seed(config.seed % 2**63)
-        self._table = np.zeros((config.max_num_seqs, cdiv(self.max_model_len, self.block_size)), dtype=np.int32)
+        self.max_model_len, self.vocab_size = config.max_model_len, config.vocab_size
+        self.group_size = hf_config.num_attention_heads // num_kv_heads
+        attend, dummy = self.backend.attend, config.load_format == "dummy"
+        self.model = load_model(folder, hf_config, attend, self.max_model_len, self.dtype, self.device, dummy)
+        self.num_layers, self.block_shape = hf_config.num_hidden_layers, (self.block_size, num_kv_heads, head_dim)
+        self.block_bytes = 2 * self.num_layers * int(np.prod(self.block_shape)) * self.dtype.itemsize
+        # Block tables by row; the last row is for padding.
+        self._table = np.zeros((config.max_num_seqs + 1, cdiv(self.max_model_len, self.block_size)), dtype=np.int32)
         self._table_len = [0] * config.max_num_seqs  # blocks of each row already in _table
         self._rows: dict[str, int] = {}
         self._free_rows = list(range(config.max_num_seqs))
+        self.generator = torch.Generator(self.device)
+        self.graphs: DecodeGraphs | None = None
+        if self.device.type == "cuda":
+            self._warm_up(config)
+        self.num_blocks = config.num_gpu_blocks_override or self._fit_blocks(config)
+        self.kv_caches = self._make_caches(self.num_blocks)
+        self._table[-1] = self.num_blocks
+        if self.device.type == "cuda" and not config.enforce_eager and attend is not attend_torch:
+            self.capture_graphs(min(config.max_num_seqs, config.max_num_batched_tokens))
+        self.generator.manual_seed(config.seed % 2**63)
 
-    def _choose_dtype(self, config: EngineConfig) -> torch.dtype:
-        name = config.dtype
-        if name == "auto":
-            stored = config.hf_config.dtype or torch.float32
-            name = "float32" if self.device.type == "cpu" else str(stored).removeprefix("torch.")
-        return getattr(torch, name)
+    def _warm_up(self, config: EngineConfig) -> None:
+        """Run the largest step there can be, to know its memory, and small ones, so that all is compiled."""
+        if not config.enforce_eager:
+            self.model.ops.compile()
+        self.kv_caches = self._make_caches(0)
+        rows, params = min(config.max_num_seqs, config.max_num_batched_tokens), SamplingParams(top_p=0.9)
+        largest = min(config.max_num_batched_tokens, rows * self.max_model_len)
+        # torch.compile takes two equal sizes for one, say of tokens and of heads: nothing else has the size 11.
+        for num_tokens in (largest, min(largest, 11), 1, 0):  # 0 only forgets the rows
+            lens = [(num_tokens + row) // rows for row in range(rows)]
+            args = [(str(row), [0] * n, 0, [0] * cdiv(n, self.block_size)) for row, n in enumerate(lens) if n]
+            shares = [ScheduledRequest(*arg, 0, True, params) for arg in args]
+            self.execute(SchedulerOutput(shares, set(), set(self._rows), 0, 0))
 
     def _fit_blocks(self, config: EngineConfig) -> int:
         """How many blocks fit in memory. Raises ValueError with the numbers if one max_model_len request does not."""
         if self.device.type == "cuda":
             free, total = torch.cuda.mem_get_info(self.device)
-            space = int(free - total * (1 - config.gpu_memory_utilization))
+            # Weights and the largest step's activations: nothing was given back since it ran.
+            ours = torch.cuda.memory_reserved(self.device)
+            space = int(min(total * config.gpu_memory_utilization - ours, free * 0.95))
+            detail = f"of {total / GiB:.2f} GiB, weights and activations take {ours / GiB:.2f}, "
+            detail += f"CUDA and other processes {(total - free - ours) / GiB:.2f}"
+            print(f"nanoserve: {detail}", file=sys.stderr)
         else:
-            space = min(CPU_CACHE_BYTES, _available_memory() // 4)
+            known = hasattr(os, "sysconf")  # not on Windows
+            memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if known else 4 * CPU_CACHE_BYTES
+            space, detail = min(CPU_CACHE_BYTES, memory // 4), f"of {memory / GiB:.2f} GiB"
         num_wanted = cdiv(self.max_model_len, self.block_size)
-        num_blocks = min(space // self.block_bytes, config.max_num_seqs * num_wanted)
+        num_blocks = min(space // self.block_bytes - 1, config.max_num_seqs * num_wanted)
         if num_blocks < num_wanted:
             raise ValueError(
-                f"one request of max_model_len={self.max_model_len} needs "
-                f"{num_wanted * self.block_bytes / GiB:.2f} GiB of K/V cache, there is room for "
-                f"{max(space, 0) / GiB:.2f} GiB: lower max_model_len or raise "
-                f"gpu_memory_utilization={config.gpu_memory_utilization}"
+                f"one request of max_model_len={self.max_model_len} needs {num_wanted * self.block_bytes / GiB:.2f} "
+                f"GiB of K/V cache, there is room for {max(space, 0) / GiB:.2f} ({detail}): lower it, max_num_seqs or "
+                f"max_num_batched_tokens, or raise gpu_memory_utilization={config.gpu_memory_utilization}"
             )
         return num_blocks
+
+    def _make_caches(self, num_blocks: int) -> list[Tensor]:
+        """Zeros, not garbage: a masked key weighs 0, but 0 times NaN is NaN. Raises ValueError if memory is short."""
+        shape = (2, num_blocks + 1, *self.block_shape)
+        try:
+            return [torch.zeros(shape, dtype=self.dtype, device=self.device) for _ in range(self.num_layers)]
+        except RuntimeError as error:
+            size = f"{num_blocks} blocks of K/V cache, {num_blocks * self.block_bytes / GiB:.2f} GiB"
+            raise ValueError(f"no room for {size}: lower num_gpu_blocks_override or gpu_memory_utilization") from error
+
+    @torch.inference_mode()
+    def capture_graphs(self, max_batch_size: int) -> None:
+        """A CUDA graph for every decode-only step of up to max_batch_size requests."""
+        vocab_size, sizes = self.model.model.embed_tokens.num_embeddings, graph_sizes(max_batch_size)
+        logits = torch.empty(max_batch_size, vocab_size, dtype=self.dtype, device=self.device)
+        self.graphs = DecodeGraphs(sizes, partial(self._pack, [], []), partial(self._forward, ()), logits)
+
+    def _forward(self, groups: tuple, buffer: Tensor, shape: StepShape, out: Tensor | None = None) -> Tensor:
+        """Write K/V of the step in `buffer`, and compute its logits [num_samples, vocab_size], in `out` if given."""
+        input_ids, positions, slots, samples, cu_q, cu_k, lens, table = shape.views(buffer)
+        metadata = AttentionMetadata(cu_q, lens, cu_k, *shape[-2:], table, slots, groups)  # max_seqlen_q, max_seqlen_k
+        hidden_states = self.model(input_ids, positions, self.kv_caches, metadata)
+        return self.model.compute_logits(hidden_states.index_select(0, samples.narrow(0, 0, shape.num_samples)), out)
 
     @torch.inference_mode()
     def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
         """Run one step: K/V of every share is written, and the shares that reached their end sample."""
         self._update_rows(output)
-        if not output.scheduled:
+        scheduled = output.scheduled
+        if not scheduled:
             return ModelRunnerOutput([], [])
-        input_ids, positions, metadata = self._prepare(output.scheduled)
-        hidden_states = self.model(input_ids, positions, self.kv_caches, metadata)
-        return self._sample(output.scheduled, hidden_states)
+        # One row of logits for each share that reached its end, one more for each draft.
+        counts = [share.num_spec_tokens + 1 if share.is_last_chunk else 0 for share in scheduled]
+        replay = self.graphs is not None and all(len(share.token_ids) == 1 for share in scheduled)
+        size = self.graphs.size_for(len(scheduled)) if replay else 0
+        packed, shape, positions, groups = self._pack(scheduled, counts, size)
+        params = [share.sampling_params for share, n in zip(scheduled, counts, strict=True) for _ in range(n)]
+        batch = make_sampling_batch(params, positions, self.vocab_size, self.device)
+        if replay:
+            logits = self.graphs.replay(packed, size)
+        else:
+            logits = self._forward(groups, packed.to(self.device, non_blocking=True), shape)
+        if not params:
+            return _split(scheduled, counts, [], None)
+        # Ids beyond the tokenizer's are rows of padding: no token they name can be read.
+        logits = logits[: len(params), : self.vocab_size]
+        token_ids = sample(logits, batch, self.generator)
+        wanted = batch.num_logprobs
+        logprobs = None if wanted is None else [t.tolist() for t in gather_logprobs(logits, token_ids, wanted)]
+        return _split(scheduled, counts, token_ids.tolist(), logprobs)
 
     def _update_rows(self, output: SchedulerOutput) -> None:
         """Keep one row of the block table per running request; blocks are only ever appended to it."""
-        for request_id in output.preempted_req_ids | output.finished_req_ids:
-            if request_id in self._rows:
-                row = self._rows.pop(request_id)
-                self._table_len[row] = 0
-                self._free_rows.append(row)
+        gone = output.preempted_req_ids | output.finished_req_ids
+        self._free_rows += [self._rows.pop(request_id) for request_id in gone if request_id in self._rows]
         for share in output.scheduled:
-            row = self._rows.get(share.request_id)
-            if row is None:
-                row = self._rows[share.request_id] = self._free_rows.pop()
+            if share.request_id not in self._rows:
+                self._rows[share.request_id] = self._free_rows.pop()
+                self._table_len[self._rows[share.request_id]] = 0
+            row = self._rows[share.request_id]
             known = self._table_len[row]
             if known < len(share.block_ids):
                 self._table[row, known : len(share.block_ids)] = share.block_ids[known:]
                 self._table_len[row] = len(share.block_ids)
 
-    def _prepare(self, scheduled: list[ScheduledRequest]) -> tuple[torch.Tensor, torch.Tensor, AttentionMetadata]:
-        num_new = np.array([len(share.token_ids) for share in scheduled])
-        start = np.array([share.num_computed_tokens for share in scheduled])
-        context_lens = start + num_new
-        cu_seqlens_q = np.concatenate(([0], np.cumsum(num_new)))
-        cu_seqlens_k = np.concatenate(([0], np.cumsum(context_lens)))
-        rows = np.array([self._rows[share.request_id] for share in scheduled])
-        row_of_token = np.repeat(np.arange(len(scheduled)), num_new)
-        positions = np.arange(cu_seqlens_q[-1]) - np.repeat(cu_seqlens_q[:-1] - start, num_new)
-        block_table = self._table[rows, : cdiv(int(context_lens.max()), self.block_size)]
-        slots = block_table[row_of_token, positions // self.block_size].astype(np.int64) * self.block_size
-        slots += positions % self.block_size
-        input_ids = np.fromiter(chain.from_iterable(share.token_ids for share in scheduled), np.int64, len(positions))
+    def _pack(self, scheduled: list[ScheduledRequest], counts: list[int], graph_size: int) -> tuple:
+        """A step's integers in host memory, as the graph of that size has them or, if it is 0, as long as they are.
+
+        Returns them, their StepShape, the positions of the tokens to sample, and the RowGroups that attend_torch needs.
+        A row of padding is one token that attends to itself, in the dummy block.
+        """
+        columns = [
+            (len(share.token_ids), share.num_computed_tokens, self._rows[share.request_id], count)
+            for share, count in zip(scheduled, counts, strict=True)
+        ]
+        columns += [(1, 0, -1, 0)] * (graph_size - len(scheduled))
+        lens, start, rows, samples = np.array(columns).T
+        ends, context = lens.cumsum(), start + lens
+        max_k, num_samples = int(context.max()), int(samples.sum())
+        shape = StepShape(int(ends[-1]), len(rows), num_samples, cdiv(max_k, self.block_size), int(lens.max()), max_k)
+        if graph_size:
+            shape = StepShape(*[graph_size] * 3, self._table.shape[1], 1, self.max_model_len)
+        # PyTorch hands pinned memory out anew only when the copies from it are done.
+        packed = torch.zeros(shape.num_integers, dtype=torch.int32, pin_memory=self.device.type == "cuda")
+        input_ids, positions, slots, sample_rows, *cu, context_lens, table = (v.numpy() for v in shape.views(packed))
+        token_ids = list(chain.from_iterable(share.token_ids for share in scheduled))
+        input_ids[: len(token_ids)] = token_ids
+        positions[:] = np.arange(len(positions)) + np.repeat(context - ends, lens)
+        sample_rows[:num_samples] = np.arange(num_samples) + np.repeat(ends - samples.cumsum(), samples)
+        cu[0][1:], cu[1][1:], context_lens[:] = ends, context.cumsum(), context
+        table[:] = self._table[rows, : shape.max_blocks]
+        blocks = table[np.repeat(np.arange(len(rows)), lens), positions // self.block_size]
+        slots[:] = blocks * np.int64(self.block_size) + positions % self.block_size
         groups = ()
         if self.backend.attend is attend_torch:
-            groups = group_rows(
-                cu_seqlens_q, context_lens, block_table, self.block_size, self.group_size, self.dtype, self.device
-            )
-        metadata = AttentionMetadata(
-            cu_seqlens_q=self._tensor(cu_seqlens_q, np.int32),
-            context_lens=self._tensor(context_lens, np.int32),
-            cu_seqlens_k=self._tensor(cu_seqlens_k, np.int32),
-            max_seqlen_q=int(num_new.max()),
-            max_seqlen_k=int(context_lens.max()),
-            block_table=self._tensor(block_table, np.int32),
-            slot_mapping=self._tensor(slots, np.int64),
-            row_groups=groups,
-        )
-        return self._tensor(input_ids, np.int64), self._tensor(positions, np.int64), metadata
-
-    def _tensor(self, array: np.ndarray, dtype: type) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array, dtype=dtype)).to(self.device, non_blocking=True)
-
-    def _sample(self, scheduled: list[ScheduledRequest], hidden_states: torch.Tensor) -> ModelRunnerOutput:
-        """Logits for the rows that sample only: one for each share that reached its end, one more for each draft."""
-        ends = np.cumsum([len(share.token_ids) for share in scheduled])
-        counts = [share.num_spec_tokens + 1 if share.is_last_chunk else 0 for share in scheduled]
-        rows = [row for end, count in zip(ends.tolist(), counts, strict=True) for row in range(end - count, end)]
-        if not rows:
-            return ModelRunnerOutput([[] for _ in scheduled], [[] for _ in scheduled])
-        params, positions = [], []
-        for share, count in zip(scheduled, counts, strict=True):
-            params += [share.sampling_params] * count
-            end = share.num_computed_tokens + len(share.token_ids)
-            positions += range(end - count + 1, end + 1)
-        # Ids beyond the tokenizer's are rows of padding: no token they name can be read.
-        logits = self.model.compute_logits(hidden_states[self._tensor(np.array(rows), np.int64)])[:, : self.vocab_size]
-        batch = make_sampling_batch(params, positions, logits.shape[1], self.device)
-        token_ids = sample(logits, batch, self.generator)
-        logprobs = None
-        if batch.num_logprobs is not None:
-            logprobs = [t.tolist() for t in gather_logprobs(logits, token_ids, batch.num_logprobs)]
-        return _split(scheduled, counts, token_ids.tolist(), logprobs)
+            groups = group_rows(cu[0], context, table, self.block_size, self.group_size, self.dtype, self.device)
+        return packed, shape, (positions[sample_rows[:num_samples]] + 1).tolist(), groups
 
 
-def _split(
-    scheduled: list[ScheduledRequest], counts: list[int], token_ids: list[int], logprobs: list | None
-) -> ModelRunnerOutput:
+def _split(scheduled: list, counts: list[int], token_ids: list[int], logprobs: list | None) -> ModelRunnerOutput:
     """Each share's tokens: the drafts that agree with what was sampled in their place, and one sampled token more."""
-    sampled, sampled_logprobs, row = [], [], 0
-    for share, count in zip(scheduled, counts, strict=True):
-        drafts = share.token_ids[len(share.token_ids) - share.num_spec_tokens :]
-        num_kept = min(count, 1)
-        while num_kept < count and drafts[num_kept - 1] == token_ids[row + num_kept - 1]:
-            num_kept += 1
-        sampled.append(token_ids[row : row + num_kept])
-        wanted = share.sampling_params.logprobs
-        sampled_logprobs.append(
-            []
-            if wanted is None or logprobs is None
-            else [
-                TokenLogprobs(logprobs[0][r][: wanted + 1], logprobs[1][r][: wanted + 1], logprobs[2][r])
-                for r in range(row, row + num_kept)
-            ]
-        )
-        row += count
-    return ModelRunnerOutput(sampled, sampled_logprobs)
+    ids, values, ranks = logprobs or ((), (), ())
+    output, end = ModelRunnerOutput([], [[] for _ in scheduled]), 0
+    for i, (share, count) in enumerate(zip(scheduled, counts, strict=True)):
+        begin, end, num_drafts = end, end + count, share.num_spec_tokens
+        sampled, wanted = token_ids[begin:end], share.sampling_params.logprobs
+        if num_drafts:
+            pairs = zip(share.token_ids[-num_drafts:], sampled, strict=False)
+            sampled = sampled[: next((n for n, (draft, token) in enumerate(pairs) if draft != token), num_drafts) + 1]
+        output.sampled_token_ids.append(sampled)
+        if wanted is not None:
+            rows = range(begin, begin + len(sampled))
+            output.logprobs[i] = [TokenLogprobs(ids[r][: wanted + 1], values[r][: wanted + 1], ranks[r]) for r in rows]
+    return output
 
 
-def _available_memory() -> int:
-    """Bytes of main memory a new allocation may take."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
-    except (OSError, StopIteration):
-        return 4 * CPU_CACHE_BYTES
+def _choose_device_and_dtype(config: EngineConfig) -> tuple[torch.device, torch.dtype]:
+    device, dtype = torch.device(config.device or ("cuda" if torch.cuda.is_available() else "cpu")), config.dtype
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            raise ValueError(f"device={config.device!r}, but PyTorch {torch.__version__} finds no CUDA GPU")
+        torch.cuda.set_device(device.index or 0)
+        torch.cuda.empty_cache()  # what an engine before this one left
+    if dtype == "auto":
+        dtype = "float32" if device.type == "cpu" else str(config.hf_config.dtype or "float32").removeprefix("torch.")
+    return device, getattr(torch, dtype)

@@ -1,8 +1,12 @@
 """The paged attention call against dense attention over contiguous keys, for any mix of rows."""
 
+import sys
+import types
+
 import numpy as np
 import pytest
 import torch
+from torch.nn.attention import varlen
 
 from nanoserve import attention
 from nanoserve.attention import AttentionMetadata, attend_torch, group_rows, select_backend, store_kv
@@ -13,6 +17,8 @@ MIXES = {  # (queries, context) of each row
     "prompts": [(7, 7), (1, 1), (20, 20)],
     "chunks": [(5, 12), (8, 8), (3, 40)],
     "mixed": [(1, 9), (16, 50), (1, 1), (4, 4), (3, 30), (1, 31), (3, 29)],
+    "idle row": [(2, 9), (0, 12), (1, 5)],  # a row without a query
+    "decode, one row": [(1, 23)],
 }
 
 
@@ -105,9 +111,12 @@ def test_auto_takes_plain_pytorch_on_a_cpu_with_any_block_size():
     "name,device,dtype,head_dim,block_size,reason",
     [
         ("flash_attn", "cpu", torch.bfloat16, 64, None, "CUDA"),
+        ("flash_attn_3", "cpu", torch.bfloat16, 64, None, "CUDA"),
+        ("torch_varlen", "cpu", torch.bfloat16, 64, 256, "CUDA"),
         ("flash_attn", "cuda", torch.float32, 64, None, "float32"),
+        ("torch_varlen", "cuda", torch.float32, 64, None, "float32"),
         ("flash_attn", "cuda", torch.bfloat16, 257, None, "257"),
-        ("flash_attn", "cuda", torch.bfloat16, 64, None, "pip install"),
+        ("flash_attn_3", "cuda", torch.bfloat16, 36, None, "36"),
         ("flash", "cpu", torch.float32, 64, None, "'flash'"),
     ],
 )
@@ -116,38 +125,94 @@ def test_a_backend_that_cannot_run_says_why(name, device, dtype, head_dim, block
         select_backend(name, block_size, torch.device(device), dtype, head_dim)
 
 
-def test_flash_attn_is_called_by_its_contract(monkeypatch):
-    """A stand-in for flash-attn 2.8.3 checks what its documentation asks for and computes the same in plain PyTorch."""
-    rows, block_size = MIXES["mixed"], 256
-    q, cache, metadata, (k, v), dense = make_case(rows, block_size)
-    calls = []
+class Gpu:
+    """What select_backend asks of a machine: the modules that can be imported, and the GPU's compute capability."""
 
-    def flash_attn_varlen_func(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal=False, block_table=None
-    ):
-        calls.append(q.shape)
-        assert q.dtype == k.dtype == v.dtype and q.is_contiguous() and k.stride(-1) == v.stride(-1) == 1
-        assert k.shape == v.shape and k.shape[1] % 256 == 0 and q.shape[1] % k.shape[2] == 0
-        for index in (cu_seqlens_q, cu_seqlens_k, block_table):
-            assert index.dtype == torch.int32 and index.stride(-1) == 1
-        num_rows = len(cu_seqlens_q) - 1
-        assert len(cu_seqlens_k) == num_rows + 1 and block_table.shape[0] == num_rows and max_seqlen_q > 0
-        assert type(max_seqlen_q) is int and type(max_seqlen_k) is int and causal
-        lens_q, lens_k = cu_seqlens_q.diff().tolist(), cu_seqlens_k.diff().tolist()
-        assert max(lens_q) <= max_seqlen_q and max(lens_k) <= max_seqlen_k
-        context = []
-        for row, length in enumerate(lens_k):
-            blocks = block_table[row, : -(-length // k.shape[1])].long()
-            context.append((k[blocks].flatten(0, 1)[:length], v[blocks].flatten(0, 1)[:length]))
-        return dense_attention(q, list(zip(lens_q, lens_k, strict=True)), context)
+    def __init__(self, monkeypatch):
+        self.patch = monkeypatch
+        for name in ("flash_attn", "flash_attn_interface"):
+            monkeypatch.setitem(sys.modules, name, None)  # import raises ImportError
 
-    module = type("flash_attn", (), {"flash_attn_varlen_func": staticmethod(flash_attn_varlen_func)})
-    monkeypatch.setitem(__import__("sys").modules, "flash_attn", module)
-    store_kv(k, v, cache, metadata.slot_mapping)
-    out = attention.attend_flash_attn(q, cache, metadata)
-    assert calls and (out - dense_attention(q, rows, dense)).abs().max() < 1e-5
-    bf16 = (torch.device("cuda"), torch.bfloat16, 64)
-    assert select_backend("auto", None, *bf16).block_size == 256
-    assert select_backend("auto", 16, *bf16).name == "torch"  # a page size FlashAttention 2 cannot have
-    with pytest.raises(ValueError, match="multiple of 256"):
-        select_backend("flash_attn", 16, *bf16)
+    def install(self, *names):
+        for name in names:
+            module = types.ModuleType(name)
+            module.flash_attn_with_kvcache = lambda q, page_table=None, block_table=None: None
+            self.patch.setitem(sys.modules, name, module)
+
+    def capability(self, major, minor=0):
+        self.patch.setattr(torch.cuda, "get_device_capability", lambda device: (major, minor))
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    return Gpu(monkeypatch)
+
+
+BF16 = (torch.device("cuda"), torch.bfloat16, 64)
+
+
+@pytest.mark.parametrize(
+    "installed,major,block_size,expected",
+    [
+        ((), 8, None, ("torch_varlen", 256)),
+        ((), 9, None, ("torch_varlen", 256)),
+        ((), 7, None, ("torch", 16)),  # Turing has no FlashAttention
+        (("flash_attn",), 8, None, ("flash_attn", 256)),
+        (("flash_attn",), 12, 512, ("flash_attn", 256)),
+        (("flash_attn", "flash_attn_interface"), 9, None, ("flash_attn_3", 128)),
+        (("flash_attn", "flash_attn_interface"), 9, 16, ("flash_attn_3", 128)),
+        (("flash_attn", "flash_attn_interface"), 8, None, ("flash_attn", 256)),  # FlashAttention 3 is for Hopper
+        (("flash_attn", "flash_attn_interface"), 10, None, ("flash_attn", 256)),
+        (("flash_attn_interface",), 8, 256, ("torch_varlen", 256)),
+        (("flash_attn",), 8, 16, ("torch", 16)),  # a page size that only plain PyTorch can have
+    ],
+)
+def test_auto_takes_the_best_backend_that_imports_and_fits(gpu, installed, major, block_size, expected):
+    gpu.install(*installed)
+    gpu.capability(major)
+    backend = select_backend("auto", block_size, *BF16)
+    assert (backend.name, backend.block_size) == expected
+
+
+def test_auto_never_takes_a_kernel_for_a_dtype_or_head_size_it_does_not_have(gpu):
+    gpu.install("flash_attn", "flash_attn_interface")
+    gpu.capability(9)
+    cuda = torch.device("cuda")
+    for dtype, head_dim in ((torch.float32, 64), (torch.bfloat16, 264), (torch.float16, 60)):
+        assert select_backend("auto", None, cuda, dtype, head_dim).name == "torch"
+    assert select_backend("auto", None, cuda, torch.float16, 256).name == "flash_attn_3"
+
+
+@pytest.mark.parametrize(
+    "name,installed,major,block_size,reason",
+    [
+        ("flash_attn_3", (), 9, None, "tokenspeed-fa3"),
+        ("flash_attn", (), 9, None, "pip install --no-build-isolation"),
+        ("flash_attn_3", ("flash_attn_interface",), 8, None, "compute capability 8.0"),
+        ("flash_attn", ("flash_attn",), 7, None, "compute capability 7.0"),
+        ("torch_varlen", (), 7, None, "compute capability 7.0"),
+        ("flash_attn", ("flash_attn",), 9, 128, "multiple of 256, not 128"),
+        ("torch_varlen", (), 9, 16, "multiple of 256, not 16"),
+    ],
+)
+def test_a_named_backend_that_cannot_run_says_what_is_missing(gpu, name, installed, major, block_size, reason):
+    gpu.install(*installed)
+    gpu.capability(major)
+    with pytest.raises(ValueError, match=f"attention_backend='{name}' cannot run: .*{reason}"):
+        select_backend(name, block_size, *BF16)
+
+
+def test_a_version_without_pages_is_no_backend(gpu, monkeypatch):
+    """torch 2.11's varlen_attn takes no block_table, and flash-attn's builds of the wrong CUDA fail in many ways."""
+    gpu.capability(8)
+    monkeypatch.setattr(varlen, "varlen_attn", lambda query, key, value, cu_seq_q, cu_seq_k, max_q, max_k: None)
+    assert select_backend("auto", None, *BF16).name == "torch"
+    with pytest.raises(ValueError, match="varlen_attn of this version takes no block_table: pip install 'torch>=2.12'"):
+        select_backend("torch_varlen", None, *BF16)
+
+    def broken(name):
+        raise OSError("undefined symbol")
+
+    monkeypatch.setattr(attention, "import_module", broken)
+    with pytest.raises(ValueError, match="undefined symbol"):
+        select_backend("flash_attn", None, *BF16)
