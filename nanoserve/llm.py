@@ -15,7 +15,7 @@ from typing import Any
 from nanoserve.block_manager import BlockManager
 from nanoserve.config import EngineConfig
 from nanoserve.detokenizer import Detokenizer
-from nanoserve.loader import find_model, load_config, load_tokenizer
+from nanoserve.loader import blame, find_model, load_config, load_tokenizer
 from nanoserve.model_runner import ModelRunner, TokenLogprobs
 from nanoserve.request import (CompletionOutput, Logprob, Request, RequestMetrics, RequestOutput, RequestStatus,
                                SamplingParams, require)
@@ -130,10 +130,8 @@ class LLM:
         options = {"tokenize": False, "add_generation_prompt": add_generation_prompt, **(chat_template_kwargs or {})}
         prompts: list[Prompt] = []
         for conversation in [messages] if messages and isinstance(messages[0], dict) else messages:
-            try:
+            with blame(f"the chat template cannot render {conversation!r:.200}"):
                 text = self.tokenizer.apply_chat_template(conversation, **options)
-            except Exception as error:
-                raise ValueError(f"the chat template cannot render {conversation!r:.200}: {error}") from error
             ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]  # the template wrote its own
             prompts.append({"prompt": text, "prompt_token_ids": ids})
         return prompts

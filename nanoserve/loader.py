@@ -6,7 +6,8 @@ and no code of a checkpoint is run.
 """
 
 import json
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,15 @@ from nanoserve.attention import Attend
 from nanoserve.model import CausalLM, check_supported, compute_rope_table
 
 _PATTERNS = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]
+
+
+@contextmanager
+def blame(what: str) -> Iterator[None]:
+    """Whatever the block raises, and libraries raise many things over a bad file, becomes a ValueError."""
+    try:
+        yield
+    except Exception as error:
+        raise ValueError(f"{what}: {error}") from error
 
 
 def find_model(model: str) -> Path:
@@ -28,35 +38,28 @@ def find_model(model: str) -> Path:
         return Path(model)
     from huggingface_hub import snapshot_download
 
-    try:
+    with blame(f"model {model!r} is not a folder, and the hub did not give it"):
         return Path(snapshot_download(model, allow_patterns=_PATTERNS))
-    except Exception as error:  # one of many: no network, no such repository, not an id at all
-        raise ValueError(f"model {model!r} is not a folder, and the hub did not give it: {error}") from error
 
 
 def load_config(folder: Path) -> Any:
     """The folder's transformers config. Raises ValueError if it is missing, unreadable or not supported."""
     from transformers import AutoConfig
 
-    path = folder / "config.json"
-    if not path.is_file():
-        raise ValueError(f"{path} is missing: not a Hugging Face model folder")
-    try:
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"{folder / 'config.json'} is missing: not a Hugging Face model folder")
+    with blame(f"{folder / 'config.json'} cannot be used"):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    except Exception as error:
-        raise ValueError(f"{path} cannot be read: {error}") from error
-    check_supported(config)
-    return config
+        check_supported(config)
+        return config
 
 
 def load_tokenizer(folder: Path, config: Any) -> tuple[Any, set[int]]:
     """The folder's tokenizer, and the ids that end an output: its own, and those of generation_config.json."""
     from transformers import AutoTokenizer, GenerationConfig
 
-    try:
+    with blame(f"the tokenizer in {folder} cannot be loaded"):
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    except Exception as error:
-        raise ValueError(f"the tokenizer in {folder} cannot be loaded: {error}") from error
     has_file = (folder / "generation_config.json").is_file()
     more = (GenerationConfig.from_pretrained(folder) if has_file else config).eos_token_id
     return tokenizer, {tokenizer.eos_token_id, *(more if isinstance(more, list) else [more])} - {None}
@@ -93,10 +96,8 @@ def _open_shards(folder: Path, stack: ExitStack) -> dict[str, Any]:
     for shard in sorted(set(weight_map.values())):
         if not (folder / shard).is_file():
             raise ValueError(f"weight file {folder / shard} is missing; only safetensors files are read, never pickle")
-        try:
+        with blame(f"weight file {folder / shard} cannot be read"):
             file = stack.enter_context(safe_open(folder / shard, framework="pt"))
-        except Exception as error:
-            raise ValueError(f"weight file {folder / shard} cannot be read: {error}") from error
         names = set(file.keys())
         if twice := sorted(names & files.keys()):
             raise ValueError(f"tensor {twice[0]} lies in two weight files of {folder}")

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanoserve.attention import Attend, AttentionMetadata, store_kv
+from nanoserve.request import require
 
 # architecture -> does a config without attention_bias put biases on q, k, v?
 ARCHITECTURES = {"LlamaForCausalLM": False, "Qwen2ForCausalLM": True, "Qwen3ForCausalLM": False}
@@ -25,16 +26,12 @@ def get_head_dim(config: Any) -> int:
 def check_supported(config: Any) -> str:
     """The config's architecture. Raises ValueError naming whatever in the config this file does not compute."""
     architecture = (config.architectures or ["(none given)"])[0]
-    if architecture not in ARCHITECTURES:
-        raise ValueError(f"architecture {architecture} is not supported; these are: {', '.join(ARCHITECTURES)}")
-    if config.hidden_act != "silu":
-        raise ValueError(f"hidden_act={config.hidden_act!r} is not supported, only 'silu'")
+    require(architecture in ARCHITECTURES, "architecture", f"one of {', '.join(ARCHITECTURES)}", architecture)
+    require(config.hidden_act == "silu", "hidden_act", "'silu'", config.hidden_act)
     windowed = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
-    if windowed:
-        raise ValueError(f"layer_types with {', '.join(sorted(windowed))} is not supported, only full attention")
+    require(not windowed, "layer_types", "full_attention throughout", windowed)
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-    if heads % kv_heads:
-        raise ValueError(f"num_attention_heads={heads} is not a multiple of num_key_value_heads={kv_heads}")
+    require(heads % kv_heads == 0, "num_attention_heads", f"a multiple of num_key_value_heads={kv_heads}", heads)
     return architecture
 
 
@@ -47,15 +44,14 @@ def compute_rope_table(config: Any, max_model_len: int, device: torch.device) ->
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     rope, rope_type, head_dim = config.rope_parameters, config.rope_parameters["rope_type"], get_head_dim(config)
+    known = ("default", *ROPE_INIT_FUNCTIONS)
+    require(rope_type in known, "rope_type", f"one of {', '.join(known)}", rope_type)
     if rope_type == "default":
         exponents = torch.arange(0, head_dim, 2, dtype=torch.float, device=device) / head_dim
         inv_freq, scale = 1.0 / rope["rope_theta"] ** exponents, 1.0
-    elif rope_type in ROPE_INIT_FUNCTIONS:
-        inv_freq, scale = ROPE_INIT_FUNCTIONS[rope_type](config, device, seq_len=max_model_len)
     else:
-        raise ValueError(f"rope_type={rope_type!r} is none of: default, {', '.join(ROPE_INIT_FUNCTIONS)}")
-    if len(inv_freq) != head_dim // 2:
-        raise ValueError(f"rotary embedding over {2 * len(inv_freq)} of {head_dim} head dimensions is not supported")
+        inv_freq, scale = ROPE_INIT_FUNCTIONS[rope_type](config, device, seq_len=max_model_len)
+    require(len(inv_freq) == head_dim // 2, "rotary dimensions", f"all {head_dim} of a head", 2 * len(inv_freq))
     angles = torch.outer(torch.arange(max_model_len, dtype=torch.float, device=device), inv_freq.float())
     return torch.stack((angles.cos(), angles.sin()), dim=1) * scale
 

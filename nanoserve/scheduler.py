@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from nanoserve.block_manager import BlockManager, cdiv
-from nanoserve.request import Request, RequestStatus, SamplingParams
+from nanoserve.request import Request, RequestStatus, SamplingParams, require
 
 
 class ScheduledRequest(NamedTuple):
@@ -50,8 +50,7 @@ class Scheduler:
     def __init__(self, block_manager: BlockManager, *, max_num_seqs: int, max_num_batched_tokens: int,
                  max_model_len: int, policy: str = "fcfs", long_prefill_token_threshold: int = 0,
                  eos_token_ids: Collection[int] = frozenset()):
-        if policy not in ("fcfs", "priority"):
-            raise ValueError(f"policy must be 'fcfs' or 'priority', got {policy!r}")
+        require(policy in ("fcfs", "priority"), "policy", "'fcfs' or 'priority'", policy)
         self.block_manager = block_manager
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
         self.max_model_len, self.policy = max_model_len, policy
@@ -73,17 +72,14 @@ class Scheduler:
     def check_request(self, request: Request) -> int:
         """The length at which the request ends. Raises ValueError if it could not get there even on an empty engine."""
         name, length, max_tokens = request.request_id, request.num_prompt_tokens, request.sampling_params.max_tokens
-        if name in self.requests:
-            raise ValueError(f"request id {name!r} is in use by an unfinished request")
-        if not 0 < length < self.max_model_len:
-            limits = f"from 1 to max_model_len={self.max_model_len} - 1"
-            raise ValueError(f"request {name} has {length} prompt tokens, it must have {limits}")
+        require(name not in self.requests, "request_id", "that of no unfinished request", name)
+        ok, limits = 0 < length < self.max_model_len, f"in [1, max_model_len={self.max_model_len})"
+        require(ok, f"the prompt length of request {name}", limits, length)
         max_num_tokens = min(self.max_model_len, length + (max_tokens or self.max_model_len))
         # The last sampled token is returned but never computed, so it needs no slot.
-        num_blocks = cdiv(max_num_tokens - 1, self.block_manager.block_size)
-        if num_blocks > self.block_manager.num_blocks:
-            needed = f"{num_blocks} K/V blocks for {length} prompt tokens and {max_tokens=}"
-            raise ValueError(f"request {name} may need {needed}, the cache has {self.block_manager.num_blocks}")
+        num_blocks, limit = cdiv(max_num_tokens - 1, self.block_manager.block_size), self.block_manager.num_blocks
+        what = f"the number of K/V blocks for {length} prompt tokens and {max_tokens=} of request {name}"
+        require(num_blocks <= limit, what, f"at most the cache's {limit}", num_blocks)
         return max_num_tokens
 
     def add_request(self, request: Request) -> None:
