@@ -76,15 +76,8 @@ def attend_torch(q: torch.Tensor, kv_cache: torch.Tensor, metadata: AttentionMet
 MAX_PIECE = 256  # queries of one row attended at once by attend_torch: bounds the bias, skips most of what is masked
 
 
-def group_rows(
-    cu_seqlens_q: np.ndarray,
-    context_lens: np.ndarray,
-    block_table: np.ndarray,
-    block_size: int,
-    num_heads_per_kv_head: int,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> tuple[RowGroup, ...]:
+def group_rows(cu_seqlens_q: np.ndarray, context_lens: np.ndarray, block_table: np.ndarray, block_size: int,
+               num_heads_per_kv_head: int, dtype: torch.dtype, device: torch.device) -> tuple[RowGroup, ...]:
     """Plan attend_torch's work for a step: all rows with one query each land in a few groups, whatever their number.
 
     Rows are grouped by number of queries and by the power of two that holds their blocks, so padding stays below half.
@@ -119,9 +112,8 @@ def attend_flash_attn_3(q: torch.Tensor, kv_cache: torch.Tensor, metadata: Atten
     """
     from flash_attn_interface import flash_attn_with_kvcache
 
-    rows = dict(
-        cu_seqlens_q=metadata.cu_seqlens_q, cache_seqlens=metadata.context_lens, max_seqlen_q=metadata.max_seqlen_q
-    )
+    rows = dict(cu_seqlens_q=metadata.cu_seqlens_q, cache_seqlens=metadata.context_lens,
+                max_seqlen_q=metadata.max_seqlen_q)
     return flash_attn_with_kvcache(q, *kv_cache, page_table=metadata.block_table, **rows, causal=True, num_splits=1)
 
 
@@ -208,9 +200,8 @@ BACKENDS = (  # best first
 )  # fmt: skip
 
 
-def select_backend(
-    name: str, block_size: int | None, device: torch.device, dtype: torch.dtype, head_dim: int
-) -> AttentionBackend:
+def select_backend(name: str, block_size: int | None, device: torch.device, dtype: torch.dtype,
+                   head_dim: int) -> AttentionBackend:
     """The named backend, or for "auto" the best that can run. Raises ValueError saying why one cannot."""
     for backend in BACKENDS:
         if name in ("auto", backend.name):

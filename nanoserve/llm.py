@@ -180,16 +180,14 @@ class LLM:
         return [state for state, logprobs in zip(states, result.logprobs, strict=True) if self._read(state, logprobs)]
 
     def _count(self, output: SchedulerOutput, states: list[_RequestState], now: float) -> None:
-        counters = self._counters
-        counters["num_steps"] += 1
-        counters["num_preemptions"] += len(output.preempted_req_ids)
+        self._counters.update(num_steps=1, num_preemptions=len(output.preempted_req_ids))
         for share, state in zip(output.scheduled, states, strict=True):
-            if state.metrics.first_scheduled_time is None:
-                state.metrics.first_scheduled_time = now
-                counters["prompt_tokens"] += state.request.num_prompt_tokens
-                counters["prefix_cache_hits"] += state.request.num_cached_tokens
-            end = share.num_computed_tokens + len(share.token_ids)
-            counters["recomputed_tokens"] += max(0, min(end, state.num_reached) - share.num_computed_tokens)
+            start, request, metrics = share.num_computed_tokens, state.request, state.metrics
+            if metrics.first_scheduled_time is None:
+                metrics.first_scheduled_time, hits = now, request.num_cached_tokens
+                self._counters.update(prompt_tokens=request.num_prompt_tokens, prefix_cache_hits=hits)
+            end = start + len(share.token_ids)
+            self._counters["recomputed_tokens"] += max(0, min(end, state.num_reached) - start)
             state.num_reached = max(state.num_reached, end)
 
     def _read(self, state: _RequestState, logprobs: list[TokenLogprobs]) -> bool:
@@ -214,8 +212,9 @@ class LLM:
         return True
 
     def _logprobs(self, token: TokenLogprobs) -> dict[int, Logprob]:
-        entries = zip(token.token_ids, token.logprobs, [token.rank, *range(1, len(token.token_ids))], strict=True)
-        return {i: Logprob(logprob, rank, self.tokenizer.decode([i])) for i, logprob, rank in entries}
+        ids, values, rank = token
+        entries = zip(ids, values, [rank, *range(1, len(ids))], strict=True)
+        return {i: Logprob(value, rank, self.tokenizer.decode([i])) for i, value, rank in entries}
 
     def _run(self, states: list[_RequestState]) -> Iterator[_RequestState]:
         """Step until these requests are done, giving out each one that has got further; others may run beside them."""

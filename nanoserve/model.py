@@ -158,9 +158,8 @@ class CausalLM(nn.Module):
         self.lm_head = None if tied else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.rope_table = torch.empty(0)  # set by the loader: it is computed, not loaded
 
-    def forward(
-        self, input_ids: Tensor, positions: Tensor, kv_caches: list[Tensor], metadata: AttentionMetadata
-    ) -> Tensor:
+    def forward(self, input_ids: Tensor, positions: Tensor, kv_caches: list[Tensor],
+                metadata: AttentionMetadata) -> Tensor:
         """Hidden states [num_tokens, hidden_size] of input_ids [num_tokens] at positions [num_tokens]."""
         x = self.model.embed_tokens(input_ids)
         residual = torch.zeros_like(x)

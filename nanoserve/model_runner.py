@@ -27,15 +27,7 @@ from nanoserve.scheduler import ScheduledRequest, SchedulerOutput
 
 GiB = 1 << 30
 CPU_CACHE_BYTES = 4 * GiB
-
-
-@dataclass(frozen=True, slots=True)
-class TokenLogprobs:
-    """The logprobs of one sampled token: ids and values, the sampled one first, then the likeliest; its rank."""
-
-    token_ids: list[int]
-    logprobs: list[float]
-    rank: int
+TokenLogprobs = tuple[list[int], list[float], int]  # ids and logprobs, of the sampled token first; its rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,7 +222,7 @@ def _split(scheduled: list, counts: list[int], token_ids: list[int], logprobs: l
         output.sampled_token_ids.append(sampled)
         if wanted is not None:
             rows = range(begin, begin + len(sampled))
-            output.logprobs[i] = [TokenLogprobs(ids[r][: wanted + 1], values[r][: wanted + 1], ranks[r]) for r in rows]
+            output.logprobs[i] = [(ids[r][: wanted + 1], values[r][: wanted + 1], ranks[r]) for r in rows]
     return output
 
 
