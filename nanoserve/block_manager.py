@@ -12,9 +12,10 @@ all before them; whoever starts with the same tokens reuses it. A free block kee
 from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from hashlib import sha256
 
-from nanoserve.request import Request
+from nanoserve.request import Request, require
 
 
 def cdiv(a: int, b: int) -> int:
@@ -30,15 +31,13 @@ def hash_block(parent: bytes, token_ids: Sequence[int]) -> bytes:
     return sha256(parent + array("q", token_ids).tobytes()).digest()
 
 
+@dataclass(slots=True)
 class _Holding:
-    """What one request holds: its block table, its blocks' hashes, and how many of its blocks can be found by hash."""
+    """What one request holds."""
 
-    __slots__ = ("blocks", "hashes", "num_registered")
-
-    def __init__(self):
-        self.blocks: list[int] = []
-        self.hashes: list[bytes] = []
-        self.num_registered = 0
+    blocks: list[int] = field(default_factory=list)  # its block table
+    hashes: list[bytes] = field(default_factory=list)  # of its full blocks, as far as they were asked for
+    num_registered: int = 0  # how many of its blocks can be found by hash
 
 
 class BlockManager:
@@ -51,11 +50,8 @@ class BlockManager:
     """
 
     def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True):
-        if num_blocks < 1 or block_size < 1:
-            raise ValueError(f"num_blocks and block_size must be at least 1, got {num_blocks} and {block_size}")
-        self.num_blocks = num_blocks
-        self.block_size = block_size
-        self.enable_prefix_caching = enable_prefix_caching
+        require(min(num_blocks, block_size) > 0, "num_blocks and block_size", "at least 1", (num_blocks, block_size))
+        self.num_blocks, self.block_size, self.enable_prefix_caching = num_blocks, block_size, enable_prefix_caching
         self._ref_counts = [0] * num_blocks
         self._block_hash: list[bytes | None] = [None] * num_blocks
         self._cached: dict[bytes, dict[int, None]] = {}  # hash -> the blocks that carry it, oldest first
@@ -169,24 +165,20 @@ class BlockManager:
         return block
 
     def _forget(self, block: int) -> None:
-        block_hash = self._block_hash[block]
+        block_hash, self._block_hash[block] = self._block_hash[block], None
         if block_hash is not None:
-            self._block_hash[block] = None
-            blocks = self._cached[block_hash]
-            del blocks[block]
-            if not blocks:
+            del self._cached[block_hash][block]
+            if not self._cached[block_hash]:
                 del self._cached[block_hash]
 
     def _register(self, request: Request, holding: _Holding, num_full: int) -> None:
         """Let the request's first `num_full` blocks be found by hash. Equal blocks are not merged."""
-        if num_full <= holding.num_registered:
-            return
         hashes = self._hashes(request, num_full)
         for i in range(holding.num_registered, num_full):
             block = holding.blocks[i]
             self._block_hash[block] = hashes[i]
             self._cached.setdefault(hashes[i], {})[block] = None
-        holding.num_registered = num_full
+        holding.num_registered = max(holding.num_registered, num_full)
 
     def _hashes(self, request: Request, num_blocks: int) -> list[bytes]:
         """The hashes of the request's first `num_blocks` full blocks; each is computed once while it holds any."""

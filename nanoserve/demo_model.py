@@ -50,12 +50,10 @@ def _prepare(target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     # Beside the target, because a rename is atomic only inside one file system.
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{MODEL_NAME}-") as work:
-        print(f"nanoserve: downloading {MODEL_NAME} (93 MB)", file=sys.stderr)
-        gguf_path = _download_gguf(Path(work))
-        print(f"nanoserve: converting it into {target}", file=sys.stderr)
+        print(f"nanoserve: downloading {MODEL_NAME} (93 MB), then converting it into {target}", file=sys.stderr)
         folder = Path(work, MODEL_NAME)
         folder.mkdir()
-        _convert(gguf_path, folder)
+        _convert(_download_gguf(Path(work)), folder)
         try:
             folder.rename(target)
         except OSError:

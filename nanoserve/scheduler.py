@@ -60,10 +60,8 @@ class Scheduler:
         self.waiting: list[Request] = []  # sorted, next to be admitted first
         self.running: list[Request] = []  # in order of admission
         self._in_flight: dict[int, list[Request]] = {}  # by step: scheduled, not yet seen by update_from_output
-        self._preempted_req_ids: set[str] = set()  # for the next output
-        self._finished_req_ids: set[str] = set()
-        self._num_added = 0
-        self._step = 0
+        self._preempted_req_ids, self._finished_req_ids = set(), set()  # for the next output
+        self._num_added = self._step = 0
 
     @property
     def has_unfinished_requests(self) -> bool:
@@ -112,14 +110,13 @@ class Scheduler:
             num_new = min(num_new, self.max_model_len - 1 - request.num_computed_tokens)
             if num_new == 0:
                 continue
-            while self.block_manager.allocate_slots(request, num_new) is None:
-                preempted = True
+            victim = None
+            while victim is not request and self.block_manager.allocate_slots(request, num_new) is None:
                 victim = max(self.running, key=lambda r: r.sort_key[:2])  # of equals the one that runs longest, as vLLM
                 budget += shares.pop(victim.request_id, 0)  # withdrawn from this step
                 self._preempt(victim)
-                if victim is request:
-                    break
-            if request.status is not RequestStatus.RUNNING:
+                preempted = True
+            if victim is request:
                 break
             shares[request.request_id] = num_new
             budget -= num_new
@@ -150,17 +147,15 @@ class Scheduler:
     def _admit(self, request: Request, num_cached_tokens: int) -> None:
         if request.status is RequestStatus.WAITING:
             request.num_cached_tokens = num_cached_tokens
-        request.status = RequestStatus.RUNNING
-        request.num_computed_tokens = num_cached_tokens
+        request.status, request.num_computed_tokens = RequestStatus.RUNNING, num_cached_tokens
         self.running.append(request)
 
     def _preempt(self, request: Request) -> None:
         """Free the blocks, keep the outputs: recompute is the only way back (chapter 2.2, section 6.3)."""
         self.running.remove(request)
         self.block_manager.free(request)
-        request.status = RequestStatus.PREEMPTED
+        request.status, request.spec_token_ids = RequestStatus.PREEMPTED, []
         request.num_computed_tokens = request.num_in_flight_tokens = 0
-        request.spec_token_ids = []
         request.num_preemptions += 1
         self._preempted_req_ids.add(request.request_id)
         insort(self.waiting, request, key=lambda r: r.sort_key)
@@ -213,7 +208,7 @@ class Scheduler:
                     finished.append(request)
                     break
         if finished:
-            self.running = [request for request in self.running if request.status is RequestStatus.RUNNING]
+            self.running = [request for request in self.running if not request.status.is_finished]
         del self._in_flight[output.step]
         return finished
 
@@ -223,8 +218,7 @@ class Scheduler:
         if token_id in self.eos_token_ids and not params.ignore_eos:
             request.status = RequestStatus.FINISHED_STOPPED
         elif token_id in params.stop_token_ids:
-            request.status = RequestStatus.FINISHED_STOPPED
-            request.stop_reason = token_id
+            request.status, request.stop_reason = RequestStatus.FINISHED_STOPPED, token_id
         elif request.num_tokens >= request.max_num_tokens:
             request.status = RequestStatus.FINISHED_LENGTH_CAPPED
         return request.status.is_finished
@@ -274,11 +268,9 @@ class Scheduler:
             num_written = request.num_computed_tokens - request.num_in_flight_tokens
             assert 0 <= num_written < request.num_tokens < request.max_num_tokens
             assert num_blocks >= cdiv(request.num_computed_tokens, self.block_manager.block_size)
-            if request in self.waiting:
-                assert request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
-                assert request.num_computed_tokens == num_blocks == 0
-            else:
-                assert request.status is RequestStatus.RUNNING
+            runs = request in self.running
+            assert not request.status.is_finished and runs == (request.status is RequestStatus.RUNNING)
+            assert runs or request.num_computed_tokens == num_blocks == 0
 
 
 class StaticBatchScheduler(Scheduler):
