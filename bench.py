@@ -34,6 +34,7 @@ from tqdm import tqdm
 from nanoserve import LLM, RequestOutput, SamplingParams, __version__
 from nanoserve.block_manager import BlockManager, cdiv
 from nanoserve.loader import find_model, load_config
+from nanoserve.model import CausalLM
 from nanoserve.request import Request
 from nanoserve.scheduler import Scheduler, StaticBatchScheduler
 from nanoserve.timeline import Cell, Timeline
@@ -146,6 +147,10 @@ def use_scheduler(llm: LLM, scheduler_cls: type[Scheduler] = Scheduler, **option
     """Another scheduler and an empty cache for an idle engine, so that a comparison loads its model only once."""
     llm.step()  # the runner learns who has finished
     num_blocks = options.pop("num_blocks", llm.runner.num_blocks)
+    if num_blocks > llm.runner.num_blocks:
+        raise ValueError(
+            f"the cache has {llm.runner.num_blocks} blocks, not {num_blocks}: ask for fewer or shorter requests"
+        )
     llm.block_manager = BlockManager(num_blocks, llm.runner.block_size, options.pop("enable_prefix_caching", True))
     same = {name: getattr(llm.config, name) for name in ("max_num_seqs", "max_num_batched_tokens")}
     same |= {name: getattr(llm.scheduler, name) for name in ("max_model_len", "eos_token_ids")}
@@ -295,13 +300,22 @@ def throughput(args: Namespace) -> list[dict]:
     row["prefix cache hits (% of prompt tokens)"] = 100 * counts["prefix_cache_hits"] / counts["prompt_tokens"]
     row["attention"], row["dtype"] = runner.backend.name, str(runner.dtype)
     if args.device_name in BANDWIDTHS:
-        weights = {name: p.numel() * p.itemsize for name, p in runner.model.named_parameters()}
-        if "lm_head.weight" in weights:  # else the embedding is the output matrix as well, and is read as a whole
-            del weights["model.embed_tokens.weight"]
-        num_bytes = min_bytes(jobs, counts["num_steps"], sum(weights.values()), runner.block_bytes / runner.block_size)
+        token_bytes = runner.block_bytes / runner.block_size
+        num_bytes = min_bytes(jobs, counts["num_steps"], weight_bytes(llm), token_bytes)
         row["least time at the memory's bandwidth (s)"] = least = num_bytes / BANDWIDTHS[args.device_name]
         row["measured / least time"] = row["time (s)"] / least
     return show([row])
+
+
+def weight_bytes(llm: LLM) -> int:
+    """Of the weights that a step reads as a whole: an embedding only if it is the output matrix as well."""
+    import torch
+
+    with torch.device("meta"):
+        sizes = {name: p.numel() for name, p in CausalLM(llm.config.hf_config, None).named_parameters()}
+    if "lm_head.weight" in sizes:
+        del sizes["model.embed_tokens.weight"]
+    return sum(sizes.values()) * llm.runner.dtype.itemsize
 
 
 def min_bytes(jobs: list[Job], num_steps: int, weight_bytes: float, token_bytes: float) -> float:
@@ -577,11 +591,12 @@ def load_transformers(args: Namespace, options: dict[str, Any]) -> Callable[[lis
 
     config = AutoConfig.from_pretrained(args.folder)
     dtype = config.dtype if options["dtype"] == "auto" else getattr(torch, options["dtype"])
-    with torch.device("cuda" if args.cuda else "cpu") as device:
-        if options.get("load_format") == "dummy":
+    device = torch.device("cuda" if args.cuda else "cpu")
+    if options.get("load_format") == "dummy":
+        with device:
             model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
-        else:
-            model = AutoModelForCausalLM.from_pretrained(args.folder, dtype=dtype).to(device).eval()
+    else:
+        model = AutoModelForCausalLM.from_pretrained(args.folder, dtype=dtype).to(device).eval()
     model.generation_config = GenerationConfig(pad_token_id=0)  # the checkpoint's own would end outputs at EOS
     how = {"do_sample": True, "temperature": args.temperature, "top_k": 0} if args.temperature else {}
 
@@ -667,7 +682,8 @@ def main(argv: list[str] | None = None) -> list[dict]:
             args.folder = find_model(args.model)
         args.vocab_size = min(10000, load_config(args.folder).vocab_size)
         for line in versions, options:
-            print(", ".join(f"{name} {value}" for name, value in line.items()))
+            print(", ".join(f"{name} {value}" for name, value in line.items() if value != ""))
+        print()
         rows = COMMANDS[args.command][0](args)
     if args.json:
         report = {"command": args.command, "versions": versions, "options": options, "results": rows}

@@ -180,6 +180,8 @@ def test_another_scheduler_leaves_no_trace(llama):
         {"policy": "priority", "long_prefill_token_threshold": 2},
     ):
         assert tokens(**options)[0] == first
+    with pytest.raises(ValueError):
+        bench.use_scheduler(llm, num_blocks=llm.runner.num_blocks + 1)
 
 
 # The subcommands
@@ -193,6 +195,17 @@ def test_throughput_is_the_default(run, clock):
     assert row["mean batch (output tokens/step)"] == 5
     assert row["TTFT P50 (ms)"] == pytest.approx(40) and row["TPOT P99 (ms)"] == pytest.approx(5)
     assert row["preemptions"] == 0 and row["prefix cache hits (% of prompt tokens)"] == 0
+
+
+def test_throughput_is_held_against_the_bandwidth(run, clock, monkeypatch, llama):
+    monkeypatch.setitem(bench.BANDWIDTHS, f"CPU, {torch.get_num_threads()} threads", 1e9)
+    (row,) = run("--num-seqs 2 --prompt-len 8 8 --output-len 3 3", plot=False)
+    weights = {name: p.numel() * 4 for name, p in llama[1].named_parameters()}
+    weights.pop("model.embed_tokens.weight")  # two rows of it are read, while the output matrix is read whole
+    key_value = 3 * 2 * 2 * 16 * 4  # layers, K and V, heads, head_dim, bytes
+    least = (3 * sum(weights.values()) + 2 * (9 + 10) * key_value) / 1e9
+    assert row["least time at the memory's bandwidth (s)"] == pytest.approx(least)
+    assert row["measured / least time"] == pytest.approx((2 * 8 + 2 + 2) * 1e-3 / least)
 
 
 def test_throughput_draws_its_timeline(run, clock):
@@ -338,7 +351,7 @@ def test_comparison_alternates_and_leaves_out_what_does_not_run(llama, monkeypat
         return SimpleNamespace(returncode=0)
 
     monkeypatch.setattr(subprocess, "run", child)
-    monkeypatch.setattr(bench.util, "find_spec", lambda name: None if name == "nanovllm" else name)
+    monkeypatch.setattr(bench.util, "find_spec", lambda name: None if name in ("nanovllm", "matplotlib") else name)
     options = "--num-seqs 4 --output-len 10 10 --against transformers vllm nano-vllm".split()
     ours, theirs = bench.main(["--model", llama[0], *options])
     assert order == ["nanoserve", "transformers", "vllm"] + ["nanoserve", "transformers"] * 2
@@ -361,6 +374,8 @@ def test_shapes_have_the_published_number_of_parameters(name, num_parameters, tm
         model = CausalLM(config, None)
     assert sum(parameter.numel() for parameter in model.parameters()) == num_parameters
     assert len(load_tokenizer(tmp_path, config)[0]) == config.vocab_size  # so that every id may be sampled
+    llm = SimpleNamespace(config=SimpleNamespace(hf_config=config), runner=SimpleNamespace(dtype=torch.bfloat16))
+    assert bench.weight_bytes(llm) == 2 * num_parameters  # tied: the embedding counts, once
 
 
 def test_an_impossible_command_line_is_refused(llama, monkeypatch):

@@ -110,8 +110,9 @@ def test_a_preempted_request_gives_its_slot_back_and_prefills_again(static):
     assert timeline.num_preemptions == 1
 
 
-def test_who_leaves_from_the_queue_leaves_the_picture():
-    timeline = Timeline(1)
+@pytest.mark.parametrize("static", [False, True])
+def test_who_leaves_from_the_queue_leaves_the_picture(static):
+    timeline = Timeline(1, static)
     timeline.arrive("a")
     timeline.arrive("b")
     record(timeline, output([("a", 1, True)]), output([("a", 1, True)], finished=["b"]))  # b was aborted
