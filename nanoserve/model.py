@@ -94,21 +94,35 @@ class FusedLinear(nn.Linear):
         self.parts = parts
 
 
+class PackedLinear(nn.Module):
+    """A linear on a CPU whose float32 weight is laid out for oneDNN once, instead of read by MKL as it comes.
+
+    Its results differ from nn.Linear's in the last bits only; measured, it is the faster one from about 4 rows on.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None):
+        super().__init__()
+        self.packed, self.bias = torch.ops.mkldnn._reorder_linear_weight(weight.detach()), bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
+
+
 class Attention(nn.Module):
     def __init__(self, config: Any, attend: Attend, ops: Elementwise):
         super().__init__()
         architecture = check_supported(config)
         self.attend, self.ops, self.head_dim, self.eps = attend, ops, get_head_dim(config), config.rms_norm_eps
-        kv_size = config.num_key_value_heads * self.head_dim
-        parts = {"q_proj": config.num_attention_heads * self.head_dim, "k_proj": kv_size, "v_proj": kv_size}
+        q_size, kv_size = (n * self.head_dim for n in (config.num_attention_heads, config.num_key_value_heads))
+        self.parts = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
         bias = getattr(config, "attention_bias", False)
-        self.qkv_proj = FusedLinear(config.hidden_size, parts, bias=bias or ARCHITECTURES[architecture])
-        self.o_proj = nn.Linear(parts["q_proj"], config.hidden_size, bias=bias)
+        self.qkv_proj = FusedLinear(config.hidden_size, self.parts, bias=bias or ARCHITECTURES[architecture])
+        self.o_proj = nn.Linear(q_size, config.hidden_size, bias=bias)
         has_norm = architecture == "Qwen3ForCausalLM"
         self.q_norm, self.k_norm = (nn.RMSNorm(self.head_dim, self.eps) if has_norm else None for _ in range(2))
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], kv_cache: Tensor, metadata: AttentionMetadata) -> Tensor:
-        qkv = self.qkv_proj(x).split(list(self.qkv_proj.parts.values()), dim=-1)
+        qkv = self.qkv_proj(x).split(list(self.parts.values()), dim=-1)
         q, k, v = (part.view(len(x), -1, self.head_dim) for part in qkv)
         q = self.ops.norm_and_rotate(q, self.q_norm and self.q_norm.weight, self.eps, *rope)
         k = self.ops.norm_and_rotate(k, self.k_norm and self.k_norm.weight, self.eps, *rope)
@@ -170,8 +184,18 @@ class CausalLM(nn.Module):
 
     def compute_logits(self, hidden_states: Tensor, out: Tensor | None = None) -> Tensor:
         """Logits [num_rows, vocab_size] for the hidden states of the rows that sample, in `out` if it is given."""
+        if isinstance(self.lm_head, PackedLinear):
+            return self.lm_head(hidden_states)
         weight = (self.lm_head or self.model.embed_tokens).weight
         return F.linear(hidden_states, weight) if out is None else torch.mm(hidden_states, weight.t(), out=out)
+
+    def pack(self) -> None:
+        """Replace every linear by a PackedLinear; the weights they had are given up, but for a tied embedding."""
+        for parent in list(self.modules()):
+            for name, child in list(parent.named_children()):
+                if isinstance(child, nn.Linear):
+                    setattr(parent, name, PackedLinear(child.weight, child.bias))
+        self.lm_head = self.lm_head or PackedLinear(self.model.embed_tokens.weight, None)
 
     def checkpoint_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor a checkpoint must bring, by Hugging Face's name, as a view of where it goes."""

@@ -66,6 +66,8 @@ class ModelRunner:
         self.graphs: DecodeGraphs | None = None
         if self.device.type == "cuda":
             self._warm_up(config)
+        elif self.device.type == "cpu" and self.dtype is torch.float32 and torch.backends.mkldnn.is_available():
+            self.model.pack()
         self.num_blocks = config.num_gpu_blocks_override or self._fit_blocks(config)
         self.kv_caches = self._make_caches(self.num_blocks)
         self._table[-1] = self.num_blocks
