@@ -167,7 +167,7 @@ def drive(llm: LLM, jobs: list[Job], desc: str, timeline: Timeline | None = None
         while pending or llm.has_unfinished_requests():
             while pending and begin + pending[0].at <= time.time() and pending[0].from_step <= num_steps:
                 job = pending.popleft()
-                llm.add_request(job.name, job.prompt, job.params, job.priority)
+                llm.add_request(job.name, job.prompt, job.params, priority=job.priority)
                 if timeline:
                     timeline.arrive(job.name)
             if not llm.has_unfinished_requests():

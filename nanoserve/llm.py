@@ -31,7 +31,7 @@ class _RequestState:
 
     def __init__(self, request: Request, prompt: str | None, tokenizer: Any):
         params = request.sampling_params
-        self.request, self.prompt = request, prompt
+        self.request, self.prompt, self.prompt_token_ids = request, prompt, request.token_ids[:]
         self.detokenizer = Detokenizer(tokenizer, request.token_ids, params.stop, params.skip_special_tokens)
         self.logprobs: list[dict[int, Logprob]] | None = None if params.logprobs is None else []
         self.metrics = RequestMetrics(request.arrival_time)
@@ -47,7 +47,7 @@ class _RequestState:
         request, text = self.request, self.detokenizer.shown(self.finished)
         reasons, logprobs = (request.status.finish_reason, request.stop_reason), self.logprobs and self.logprobs[:]
         completions = [CompletionOutput(text, request.output_token_ids, *reasons, logprobs)]
-        about = (request.request_id, self.prompt, request.token_ids[: request.num_prompt_tokens])
+        about = (request.request_id, self.prompt, self.prompt_token_ids)
         metrics = replace(self.metrics, num_preemptions=request.num_preemptions)
         return RequestOutput(*about, completions, self.finished, request.num_cached_tokens, metrics)
 
@@ -136,9 +136,10 @@ class LLM:
             prompts.append({"prompt": text, "prompt_token_ids": ids})
         return prompts
 
-    def add_request(self, request_id: str, prompt: Prompt, params: Params = None, priority: int = 0) -> None:
+    def add_request(self, request_id: str, prompt: Prompt, params: SamplingParams | None = None,
+                    arrival_time: float | None = None, priority: int = 0) -> None:
         """Queue one request, at any time. Raises ValueError; then nothing is queued."""
-        self._add(self._make_state(request_id, prompt, params or SamplingParams(), priority))
+        self._add(self._make_state(request_id, prompt, params or SamplingParams(), priority, arrival_time))
 
     def abort_request(self, request_ids: str | Iterable[str]) -> None:
         """Drop requests and give their blocks back; ids that are not live are ignored."""
@@ -244,16 +245,19 @@ class LLM:
         params = _one_each("sampling_params", params or SamplingParams(), len(prompts), SamplingParams)
         priority = _one_each("priority", priority or 0, len(prompts), int)
         arguments = zip(prompts, params, priority, strict=True)
-        states = [self._make_state(str(next(self._ids)), *each) for each in arguments]
+        ids = (str(i) for i in self._ids if str(i) not in self.scheduler.requests)
+        states = [self._make_state(next(ids), *each) for each in arguments]
         for state in states:
             self.scheduler.check_request(state.request)
         return states
 
-    def _make_state(self, request_id: str, prompt: Prompt, params: SamplingParams, priority: int) -> _RequestState:
+    def _make_state(self, request_id: str, prompt: Prompt, params: SamplingParams, priority: int,
+                    arrival_time: float | None = None) -> _RequestState:
         text, token_ids = self._tokenize(prompt)
         if self._more_eos_ids and not params.ignore_eos:
             params = replace(params, stop_token_ids=(*params.stop_token_ids, *self._more_eos_ids))
-        return _RequestState(Request(request_id, token_ids, params, priority, time.time()), text, self.tokenizer)
+        arrival_time = time.time() if arrival_time is None else arrival_time
+        return _RequestState(Request(request_id, token_ids, params, priority, arrival_time), text, self.tokenizer)
 
     def _tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         """Text and ids of a prompt. Raises ValueError for what is no prompt, and for ids the model does not have."""

@@ -67,6 +67,16 @@ def test_requests_join_and_leave_at_every_step(llm):
     assert llm.block_manager.num_free_blocks == 16
 
 
+def test_generate_numbers_its_requests_around_those_that_are_there(llm):
+    taken = [str(i) for i in range(1000)]
+    for name in taken[:3]:
+        llm.add_request(name, [5], SHORT, arrival_time=12.5)
+    llm._ids = iter(range(1000))
+    (output,) = llm.generate([5], SHORT, use_tqdm=False)
+    assert output.request_id == "3"
+    assert not llm.has_unfinished_requests()
+
+
 @pytest.mark.parametrize(
     "call,names",
     [
