@@ -34,7 +34,7 @@ class EngineConfig:
     num_gpu_blocks_override: int | None = None  # blocks in the cache; None: sized from free memory
     gpu_memory_utilization: float = 0.9
     enable_prefix_caching: bool = True
-    enforce_eager: bool = False  # True: no CUDA graphs
+    enforce_eager: bool = False  # True: no CUDA graphs, nothing compiled
     scheduling_policy: str = "fcfs"
     scheduler_cls: type | None = None  # None: Scheduler
     long_prefill_token_threshold: int = 0  # longest share of a request in one step; 0: no limit

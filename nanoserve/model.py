@@ -74,8 +74,8 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
 
 
 class Elementwise:
-    """What lies between the matrix products. PyTorch has a fused op for RMSNorm alone, so `compile` makes one kernel of
-    each function: for one token and, with a dynamic shape, for more, all during the warm-up.
+    """What lies between the matrix products. PyTorch has a fused op for RMSNorm alone, so `compile` fuses each function
+    as a whole: for one token and, with a dynamic shape, for more, all during the warm-up.
     """
 
     def __init__(self):
@@ -185,7 +185,7 @@ class CausalLM(nn.Module):
     def compute_logits(self, hidden_states: Tensor, out: Tensor | None = None) -> Tensor:
         """Logits [num_rows, vocab_size] for the hidden states of the rows that sample, in `out` if it is given."""
         if isinstance(self.lm_head, PackedLinear):
-            return self.lm_head(hidden_states)
+            return self.lm_head(hidden_states) if out is None else out.copy_(self.lm_head(hidden_states))
         weight = (self.lm_head or self.model.embed_tokens).weight
         return F.linear(hidden_states, weight) if out is None else torch.mm(hidden_states, weight.t(), out=out)
 

@@ -41,7 +41,7 @@ def make_sampling_batch(params: list[SamplingParams], positions: list[int], voca
         return SamplingBatch(None, None, None, (), (), num_logprobs)
 
     def tensor(array: np.ndarray | list[int]) -> torch.Tensor:
-        return torch.tensor(array).to(device)
+        return torch.tensor(array, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
     drawn = [params[row] for row in rows]
     columns = np.array([(p.temperature, p.min_p, p.top_k, p.top_p) for p in drawn]).T[:, :, None]

@@ -223,6 +223,15 @@ def test_compiled_functions_compute_what_eager_ones_do(num_tokens):
 
     x, residual, weight = noise(num_tokens, 256), noise(num_tokens, 256), noise(256)
     q, cos, sin = noise(num_tokens, 8, 64), noise(num_tokens, 1, 32), noise(num_tokens, 1, 32)
+
+    def run(ops, name, args):
+        """The result, as a tuple, and the number of kernels that it took."""
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            result = getattr(ops, name)(*args)
+            torch.cuda.synchronize()
+        events = [event for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+        return result if isinstance(result, tuple) else (result,), len(events)
+
     with torch.inference_mode():
         for name, args in (
             ("add_rms_norm", (x, residual, weight, 1e-6)),
@@ -230,8 +239,11 @@ def test_compiled_functions_compute_what_eager_ones_do(num_tokens):
             ("norm_and_rotate", (q, None, 1e-6, cos, sin)),
             ("silu_and_mul", (x,)),
         ):
-            for tensor, wanted in zip(getattr(compiled, name)(*args), getattr(eager, name)(*args), strict=True):
-                torch.testing.assert_close(tensor, wanted, atol=0.05, rtol=0.05)
+            run(compiled, name, args)  # compiles
+            (result, num_kernels), (wanted, num_eager) = run(compiled, name, args), run(eager, name, args)
+            assert num_kernels <= max(1, num_eager // 2)
+            for tensor, each in zip(result, wanted, strict=True):
+                torch.testing.assert_close(tensor, each, atol=0.05, rtol=0.05)
 
 
 @pytest.fixture(scope="module")
