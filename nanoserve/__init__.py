@@ -3,11 +3,7 @@
 The names below are imported when first used, so that `import nanoserve` does not wait for torch and transformers.
 """
 
-import os
 from importlib import import_module
-
-# Before torch starts its threads: spinning for a core that another process holds stalls every operation.
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 _MODULES = {"LLM": "llm", "SamplingParams": "request", "RequestOutput": "request", "CompletionOutput": "request"}
 __all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams"]

@@ -12,6 +12,8 @@ from dataclasses import replace
 from itertools import count
 from typing import Any
 
+import torch
+
 from nanoserve.block_manager import BlockManager
 from nanoserve.config import EngineConfig
 from nanoserve.detokenizer import Detokenizer
@@ -83,7 +85,8 @@ class LLM:
         self.last_output: SchedulerOutput | None = None  # the step that ran last, for whoever watches
         self._states: dict[str, _RequestState] = {}
         self._ids, self._counters = count(), Counter(dict.fromkeys(_COUNTERS, 0))
-        where = f"{runner.device}, {runner.dtype}, attention {runner.backend.name}"
+        device = f"cpu with {torch.get_num_threads()} threads" if runner.device.type == "cpu" else runner.device
+        where = f"{device}, {runner.dtype}, attention {runner.backend.name}"
         cache = f"K/V cache of {runner.num_blocks} blocks x {runner.block_size} tokens = {num_slots} tokens"
         print(f"nanoserve: {where}, {cache}, max_model_len {self.scheduler.max_model_len}", file=sys.stderr)
 
