@@ -25,7 +25,8 @@ from nanoserve.scheduler import Scheduler, SchedulerOutput
 
 Prompt = str | Sequence[int] | dict[str, Any]  # a text, token ids, {"prompt": text} or {"prompt_token_ids": ids}
 Params = SamplingParams | Sequence[SamplingParams] | None
-_COUNTERS = "num_steps prompt_tokens generation_tokens num_preemptions recomputed_tokens prefix_cache_hits".split()
+_COUNTERS = ("num_steps", "prompt_tokens", "generation_tokens", "num_preemptions", "recomputed_tokens",
+             "prefix_cache_queries", "prefix_cache_hits")
 
 
 class _RequestState:
@@ -163,7 +164,7 @@ class LLM:
     def get_metrics(self) -> dict[str, float]:
         """Counters since construction, in tokens, steps or requests, and the share of K/V blocks in use now.
 
-        A prefix cache hit is counted once per request, at its first admission, out of prompt_tokens.
+        Prefix cache queries and hits are tokens, counted once per request, at its first admission.
         """
         used = 1 - self.block_manager.num_free_blocks / self.block_manager.num_blocks
         running, waiting = len(self.scheduler.running), len(self.scheduler.waiting)
@@ -188,8 +189,10 @@ class LLM:
         for share, state in zip(output.scheduled, states, strict=True):
             start, request, metrics = share.num_computed_tokens, state.request, state.metrics
             if metrics.first_scheduled_time is None:
-                metrics.first_scheduled_time, hits = now, request.num_cached_tokens
-                self._counters.update(prompt_tokens=request.num_prompt_tokens, prefix_cache_hits=hits)
+                metrics.first_scheduled_time, length = now, request.num_prompt_tokens
+                queries = length if self.config.enable_prefix_caching else 0
+                self._counters.update(prompt_tokens=length, prefix_cache_queries=queries)
+                self._counters.update(prefix_cache_hits=request.num_cached_tokens)
             end = start + len(share.token_ids)
             self._counters["recomputed_tokens"] += max(0, min(end, state.num_reached) - start)
             state.num_reached = max(state.num_reached, end)

@@ -191,9 +191,9 @@ class CausalLM(nn.Module):
 
     def pack(self) -> None:
         """Replace every linear by a PackedLinear; the weights they had are given up, but for a tied embedding."""
-        for parent in list(self.modules()):
+        for parent in [module for module in self.modules() if not isinstance(module, nn.Linear)]:
             for name, child in list(parent.named_children()):
-                if isinstance(child, nn.Linear):
+                if isinstance(child, nn.Linear):  # one parent's at a time, so memory is not taken twice
                     setattr(parent, name, PackedLinear(child.weight, child.bias))
         self.lm_head = self.lm_head or PackedLinear(self.model.embed_tokens.weight, None)
 

@@ -140,6 +140,7 @@ def test_metrics_count_tokens_steps_and_hits_once(llama):
     assert (
         metrics["prefix_cache_hits"] == 8
     )  # the second prompt's two full blocks, once, however often it was preempted
+    assert metrics["prefix_cache_queries"] == 25
     assert metrics["kv_cache_usage"] == 0 and metrics["num_requests_running"] == 0
     assert metrics["num_steps"] == llm.last_output.step + 1
     assert 0 < metrics["recomputed_tokens"] < 36 * metrics["num_preemptions"]
