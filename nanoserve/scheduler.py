@@ -3,7 +3,6 @@
 There is no prefill phase and no decode phase. A request has tokens that are known (num_tokens_with_spec) and tokens
 that are computed (num_computed_tokens); each step hands out a budget of tokens so that the second catches up with the
 first. Chunked prefill, decoding, recomputing after preemption and verifying drafts are all this one subtraction.
-
 Models, tensors and text are not known here. vLLM's queues for skipped requests (grammars, LoRA, remote K/V, streaming
 sessions) cannot arise in a text-only engine and are left out.
 """
@@ -11,6 +10,7 @@ sessions) cannot arise in a text-only engine and are left out.
 from bisect import insort
 from collections.abc import Collection
 from dataclasses import dataclass
+from itertools import count
 from typing import NamedTuple
 
 from nanoserve.block_manager import BlockManager, cdiv
@@ -41,27 +41,24 @@ class SchedulerOutput:
 
 
 class Scheduler:
-    """vLLM V1's Scheduler: two queues and a token budget.
-
-    Both policies are one sort key: the smallest waiting request is admitted first, the largest running one is preempted
-    first. "fcfs" sorts by the order of arrival, "priority" by (priority, arrival_time), smaller being more important.
+    """vLLM V1's Scheduler: two queues and a token budget. A policy is one sort key: the smallest waiting request is
+    admitted first, the largest running one preempted first. "fcfs" sorts by order of arrival, "priority" by (priority,
+    arrival_time), smaller being more important.
     """
 
     def __init__(self, block_manager: BlockManager, *, max_num_seqs: int, max_num_batched_tokens: int,
                  max_model_len: int, policy: str = "fcfs", long_prefill_token_threshold: int = 0,
                  eos_token_ids: Collection[int] = frozenset()):
         require(policy in ("fcfs", "priority"), "policy", "'fcfs' or 'priority'", policy)
-        self.block_manager = block_manager
+        self.block_manager, self.policy, self.eos_token_ids = block_manager, policy, frozenset(eos_token_ids)
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
-        self.max_model_len, self.policy = max_model_len, policy
-        self.long_prefill_token_threshold = long_prefill_token_threshold
-        self.eos_token_ids = frozenset(eos_token_ids)
+        self.max_model_len, self.long_prefill_token_threshold = max_model_len, long_prefill_token_threshold
         self.requests: dict[str, Request] = {}  # live, by id
         self.waiting: list[Request] = []  # sorted, next to be admitted first
         self.running: list[Request] = []  # in order of admission
         self._in_flight: dict[int, list[Request]] = {}  # by step: scheduled, not yet seen by update_from_output
         self._preempted_req_ids, self._finished_req_ids = set(), set()  # for the next output
-        self._num_added = self._step = 0
+        self._arrivals, self._steps = count(), count()
 
     @property
     def has_unfinished_requests(self) -> bool:
@@ -71,21 +68,19 @@ class Scheduler:
         """The length at which the request ends. Raises ValueError if it could not get there even on an empty engine."""
         name, length, max_tokens = request.request_id, request.num_prompt_tokens, request.sampling_params.max_tokens
         require(name not in self.requests, "request_id", "that of no unfinished request", name)
-        ok, limits = 0 < length < self.max_model_len, f"in [1, max_model_len={self.max_model_len})"
-        require(ok, f"the prompt length of request {name}", limits, length)
-        max_num_tokens = min(self.max_model_len, length + (max_tokens or self.max_model_len))
-        # The last sampled token is returned but never computed, so it needs no slot.
-        num_blocks, limit = cdiv(max_num_tokens - 1, self.block_manager.block_size), self.block_manager.num_blocks
+        limit, num_there = self.max_model_len, self.block_manager.num_blocks
+        require(0 < length < limit, f"the prompt length of request {name}", f"in [1, max_model_len={limit})", length)
+        max_num_tokens = min(limit, length + (max_tokens or limit))
+        num_blocks = cdiv(max_num_tokens - 1, self.block_manager.block_size)  # the last token is never computed
         what = f"the number of K/V blocks for {length} prompt tokens and {max_tokens=} of request {name}"
-        require(num_blocks <= limit, what, f"at most the cache's {limit}", num_blocks)
+        require(num_blocks <= num_there, what, f"at most the cache's {num_there}", num_blocks)
         return max_num_tokens
 
     def add_request(self, request: Request) -> None:
         """Queue a request. Raises ValueError as check_request does; then nothing is queued."""
         request.max_num_tokens = self.check_request(request)
         arrival = (request.priority, request.arrival_time, request.request_id)
-        request.sort_key = arrival if self.policy == "priority" else (self._num_added,)
-        self._num_added += 1
+        request.sort_key = arrival if self.policy == "priority" else (next(self._arrivals),)
         self.requests[request.request_id] = request
         insort(self.waiting, request, key=lambda r: r.sort_key)
 
@@ -98,12 +93,9 @@ class Scheduler:
         >>> [(s.request_id, len(s.token_ids), s.is_last_chunk) for s in scheduler.schedule().scheduled]
         [('A', 5, True), ('B', 1, False)]
         """
-        budget = self.max_num_batched_tokens
+        budget, preempted = self.max_num_batched_tokens, False
         shares: dict[str, int] = {}  # request id -> tokens, in scheduling order
-        preempted = False
         for request in self.running[:]:
-            if budget == 0:
-                break
             if request.status is not RequestStatus.RUNNING:
                 continue  # the victim of a request before it
             num_new = self._num_new_tokens(request, request.num_computed_tokens, budget)
@@ -120,7 +112,6 @@ class Scheduler:
                 break
             shares[request.request_id] = num_new
             budget -= num_new
-
         max_running = self._max_running()
         while not preempted and budget > 0 and self.waiting and len(self.running) < max_running:
             request = self.waiting[0]
@@ -129,26 +120,21 @@ class Scheduler:
             num_new = self._num_new_tokens(request, num_cached, budget)
             if self.block_manager.allocate_slots(request, num_new, hits, full_sequence_must_fit=True) is None:
                 break  # head of the line: nobody overtakes it
-            self._admit(self.waiting.pop(0), num_cached)
+            self.running.append(self.waiting.pop(0))
+            if request.status is RequestStatus.WAITING:
+                request.num_cached_tokens = num_cached
+            request.status, request.num_computed_tokens = RequestStatus.RUNNING, num_cached
             shares[request.request_id] = num_new
             budget -= num_new
         return self._output(shares)
 
-    def _max_running(self) -> int:
-        """How many requests may run once this step has admitted."""
+    def _max_running(self) -> int:  # once this step has admitted
         return self.max_num_seqs
 
     def _num_new_tokens(self, request: Request, num_computed_tokens: int, budget: int) -> int:
         """What the request lacks, capped by the long-prefill threshold, unless it is alone, and by the budget."""
-        num_new = request.num_tokens_with_spec - num_computed_tokens
-        threshold = self.long_prefill_token_threshold
+        num_new, threshold = request.num_tokens_with_spec - num_computed_tokens, self.long_prefill_token_threshold
         return min(threshold if 0 < threshold < num_new and len(self.requests) > 1 else num_new, budget)
-
-    def _admit(self, request: Request, num_cached_tokens: int) -> None:
-        if request.status is RequestStatus.WAITING:
-            request.num_cached_tokens = num_cached_tokens
-        request.status, request.num_computed_tokens = RequestStatus.RUNNING, num_cached_tokens
-        self.running.append(request)
 
     def _preempt(self, request: Request) -> None:
         """Free the blocks, keep the outputs: recompute is the only way back (chapter 2.2, section 6.3)."""
@@ -174,17 +160,16 @@ class Scheduler:
             scheduled.append(ScheduledRequest(*share))
             request.num_computed_tokens = end
             request.num_in_flight_tokens += num_new
-        self._in_flight[self._step] = requests
-        gone = self._preempted_req_ids, self._finished_req_ids
+        gone, num_free = (self._preempted_req_ids, self._finished_req_ids), self.block_manager.num_free_blocks
         self._preempted_req_ids, self._finished_req_ids = set(), set()
-        self._step += 1
-        return SchedulerOutput(scheduled, *gone, self.block_manager.num_free_blocks, self._step - 1)
+        output = SchedulerOutput(scheduled, *gone, num_free, next(self._steps))
+        self._in_flight[output.step] = requests
+        return output
 
     def update_from_output(self, output: SchedulerOutput, sampled_token_ids: list[list[int]]) -> list[Request]:
-        """Append what the step sampled and return the requests that it finished.
-
-        `sampled_token_ids` has one list per scheduled request: empty for an unfinished prompt, else the accepted drafts
-        and one token more. Tokens for a request that was aborted meanwhile are dropped.
+        """Append what the step sampled and return the requests that it finished. `sampled_token_ids` has one list per
+        scheduled request: empty for an unfinished prompt, else the accepted drafts and one token more. Tokens for a
+        request that was aborted meanwhile are dropped.
 
         >>> scheduler = Scheduler(BlockManager(8, 4), max_num_seqs=2, max_num_batched_tokens=8, max_model_len=32)
         >>> scheduler.add_request(Request("A", [7, 8, 9], SamplingParams(max_tokens=2)))
@@ -193,9 +178,8 @@ class Scheduler:
         >>> scheduler.update_from_output(scheduler.schedule(), [[6]])[0].output_token_ids
         [5, 6]
         """
-        finished = []
-        in_flight = self._in_flight[output.step]
-        for share, request, token_ids in zip(output.scheduled, in_flight, sampled_token_ids, strict=True):
+        finished, requests = [], self._in_flight[output.step]
+        for share, request, token_ids in zip(output.scheduled, requests, sampled_token_ids, strict=True):
             if request.status is not RequestStatus.RUNNING:
                 continue
             request.num_in_flight_tokens -= len(share.token_ids)
@@ -214,10 +198,9 @@ class Scheduler:
 
     def _check_stop(self, request: Request, token_id: int) -> bool:
         """Ids that end the output come before the lengths that do (vLLM v1/core/sched/utils.py)."""
-        params = request.sampling_params
-        if token_id in self.eos_token_ids and not params.ignore_eos:
+        if token_id in self.eos_token_ids and not request.sampling_params.ignore_eos:
             request.status = RequestStatus.FINISHED_STOPPED
-        elif token_id in params.stop_token_ids:
+        elif token_id in request.sampling_params.stop_token_ids:
             request.status, request.stop_reason = RequestStatus.FINISHED_STOPPED, token_id
         elif request.num_tokens >= request.max_num_tokens:
             request.status = RequestStatus.FINISHED_LENGTH_CAPPED
@@ -231,8 +214,7 @@ class Scheduler:
     def update_draft_token_ids(self, draft_token_ids: dict[str, list[int]]) -> None:
         """Give running requests tokens to verify in the next step; drafts for anyone else are dropped."""
         for request_id, token_ids in draft_token_ids.items():
-            request = self.requests.get(request_id)
-            if request and request.status is RequestStatus.RUNNING:
+            if (request := self.requests.get(request_id)) and request.status is RequestStatus.RUNNING:
                 request.spec_token_ids = list(token_ids)
 
     def finish_request(self, request: Request, status: RequestStatus, stop_reason: int | str | None = None) -> None:
@@ -249,10 +231,10 @@ class Scheduler:
 
     def requeue_step(self, output: SchedulerOutput) -> None:
         """The step failed: put its requests back in waiting as if they had been preempted, K/V forgotten."""
+        self.running = [request for request in self.running if not request.status.is_finished]
         for request in self._in_flight.pop(output.step, ()):
             if request.status is RequestStatus.RUNNING:
                 self._preempt(request)
-        self.running = [request for request in self.running if request.status is RequestStatus.RUNNING]
         self._preempted_req_ids |= output.preempted_req_ids
         self._finished_req_ids |= output.finished_req_ids
 
@@ -261,16 +243,14 @@ class Scheduler:
         self.block_manager.check()
         queued = [*self.running, *self.waiting]
         assert sorted(r.request_id for r in queued) == sorted(self.requests), "a request is in no queue or in two"
-        assert len(self.running) <= self.max_num_seqs
-        assert self.waiting == sorted(self.waiting, key=lambda r: r.sort_key)
+        assert len(self.running) <= self.max_num_seqs and self.waiting == sorted(self.waiting, key=lambda r: r.sort_key)
         for request in queued:
             num_blocks = len(self.block_manager.block_table(request.request_id))
             num_written = request.num_computed_tokens - request.num_in_flight_tokens
             assert 0 <= num_written < request.num_tokens < request.max_num_tokens
             assert num_blocks >= cdiv(request.num_computed_tokens, self.block_manager.block_size)
-            runs = request in self.running
-            assert not request.status.is_finished and runs == (request.status is RequestStatus.RUNNING)
-            assert runs or request.num_computed_tokens == num_blocks == 0
+            assert (request.status is RequestStatus.RUNNING) == (request in self.running)
+            assert request in self.running or request.num_computed_tokens == num_blocks == 0
 
 
 class StaticBatchScheduler(Scheduler):
