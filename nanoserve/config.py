@@ -9,10 +9,9 @@ from typing import Any
 
 from nanoserve.request import require, require_number
 
-DTYPES = ("auto", "float32", "bfloat16", "float16")
 _CHOICES = {
-    "dtype": DTYPES, "scheduling_policy": ("fcfs", "priority"), "load_format": ("auto", "dummy"),
-    "enable_prefix_caching": (True, False), "enforce_eager": (True, False),
+    "dtype": ("auto", "float32", "bfloat16", "float16"), "scheduling_policy": ("fcfs", "priority"),
+    "load_format": ("auto", "dummy"), "enable_prefix_caching": (True, False), "enforce_eager": (True, False),
 }  # fmt: skip
 _AT_LEAST = {
     "max_model_len": 2, "max_num_seqs": 1, "max_num_batched_tokens": 1, "block_size": 1, "num_gpu_blocks_override": 1,

@@ -105,7 +105,7 @@ class LLM:
         with tqdm(total=len(states), desc="requests", disable=not use_tqdm, miniters=0) as bar:
             for state in self._run(states):
                 num_tokens += 1
-                if state.finished or num_tokens % 64 == 0:
+                if use_tqdm and (state.finished or num_tokens % 64 == 0):
                     rate, now = num_tokens / (time.perf_counter() - begin), self.get_metrics()
                     queues = f"running {now['num_requests_running']}, waiting {now['num_requests_waiting']}"
                     bar.set_postfix_str(f"{rate:.1f} tokens/s, {queues}, KV {now['kv_cache_usage']:.0%}", refresh=False)

@@ -23,8 +23,8 @@ def get_head_dim(config: Any) -> int:
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
-def check_supported(config: Any) -> str:
-    """The config's architecture. Raises ValueError naming whatever in the config this file does not compute."""
+def check_supported(config: Any) -> None:
+    """Raise ValueError naming whatever in the config this file does not compute."""
     architecture = (config.architectures or ["(none given)"])[0]
     require(architecture in ARCHITECTURES, "architecture", f"one of {', '.join(ARCHITECTURES)}", architecture)
     require(config.hidden_act == "silu", "hidden_act", "'silu'", config.hidden_act)
@@ -32,7 +32,6 @@ def check_supported(config: Any) -> str:
     require(not windowed, "layer_types", "full_attention throughout", windowed)
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     require(heads % kv_heads == 0, "num_attention_heads", f"a multiple of num_key_value_heads={kv_heads}", heads)
-    return architecture
 
 
 def compute_rope_table(config: Any, max_model_len: int, device: torch.device) -> Tensor:
@@ -111,7 +110,7 @@ class PackedLinear(nn.Module):
 class Attention(nn.Module):
     def __init__(self, config: Any, attend: Attend, ops: Elementwise):
         super().__init__()
-        architecture = check_supported(config)
+        architecture = config.architectures[0]  # the loader has called check_supported
         self.attend, self.ops, self.head_dim, self.eps = attend, ops, get_head_dim(config), config.rms_norm_eps
         q_size, kv_size = (n * self.head_dim for n in (config.num_attention_heads, config.num_key_value_heads))
         self.parts = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}

@@ -26,3 +26,14 @@ def demo_folder():
         return demo_model_path()
     except RuntimeError as error:
         pytest.skip(f"the demo model could not be downloaded: {error}")
+
+
+@pytest.fixture
+def figures(monkeypatch):
+    """Every figure that was saved, as matplotlib's objects."""
+    pytest.importorskip("matplotlib")
+    from matplotlib.figure import Figure
+
+    saved, save = [], Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda self, *args, **more: (saved.append(self), save(self, *args, **more)))
+    return saved

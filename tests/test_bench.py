@@ -46,17 +46,6 @@ def clock(monkeypatch):
 
 
 @pytest.fixture
-def figures(monkeypatch):
-    """Every figure that was saved, as matplotlib's objects."""
-    pytest.importorskip("matplotlib")
-    from matplotlib.figure import Figure
-
-    saved, save = [], Figure.savefig
-    monkeypatch.setattr(Figure, "savefig", lambda self, *args, **more: (saved.append(self), save(self, *args, **more)))
-    return saved
-
-
-@pytest.fixture
 def run(llama, tmp_path, figures, capsys):
     """Run a subcommand; its rows, which were also printed and written, and the panels of its one figure."""
 

@@ -166,17 +166,6 @@ def test_what_is_counted_is_what_the_scheduler_did():
 # The figures
 
 
-@pytest.fixture
-def figures(monkeypatch):
-    """Every figure that was saved, as matplotlib's objects."""
-    pytest.importorskip("matplotlib")
-    from matplotlib.figure import Figure
-
-    saved, save = [], Figure.savefig
-    monkeypatch.setattr(Figure, "savefig", lambda self, *args, **more: (saved.append(self), save(self, *args, **more)))
-    return saved
-
-
 def test_the_plot_shows_slots_requests_budget_and_cache(figures, tmp_path):
     timeline = run(make(StaticBatchScheduler, 3), Timeline(3, static=True), [2, 4, 1, 2])
     timeline.plot(str(tmp_path / "timeline.png"))
