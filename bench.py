@@ -19,11 +19,11 @@ import tempfile
 import textwrap
 import time
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from importlib import import_module, util
-from itertools import accumulate
+from itertools import accumulate, product
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -31,11 +31,13 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from nanoserve import LLM, RequestOutput, SamplingParams, __version__
+from nanoserve import LLM, RequestOutput, SamplingParams, __version__, model_runner
+from nanoserve.attention import group_rows
 from nanoserve.block_manager import BlockManager, cdiv
 from nanoserve.loader import find_model, load_config
 from nanoserve.model import CausalLM
 from nanoserve.request import Request
+from nanoserve.sampler import sample
 from nanoserve.scheduler import Scheduler, StaticBatchScheduler
 from nanoserve.timeline import Cell, Timeline
 
@@ -53,6 +55,10 @@ SHAPES = {  # models by their published sizes, for random weights
         max_position_embeddings=131072, rope_theta=500000.0, rope_scaling=dict(
             rope_type="llama3", factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0,
             original_max_position_embeddings=8192), rms_norm_eps=1e-5,
+    ),
+    "stub": _COMMON | dict(  # for `host`, which does not run it
+        model_type="llama", architectures=["LlamaForCausalLM"], num_hidden_layers=1, num_attention_heads=1, head_dim=8,
+        num_key_value_heads=1, hidden_size=8, intermediate_size=8, vocab_size=64, max_position_embeddings=40960,
     ),
 }  # fmt: skip
 BANDWIDTHS = {  # bytes per second, by CUDA's name for the device
@@ -510,6 +516,95 @@ def priority(args: Namespace) -> list[dict]:
         panels = [[f"{name} (ms)"] for name in ("mean queueing", "TTFT P95", "mean latency")]
         plot_rows(args.plot, rows, "policy", panels, by="kind")
     return show(rows)
+
+
+# Where a step's time goes
+
+
+class Stopwatch:
+    """Adds up the seconds that calls take, under the name of each."""
+
+    def __init__(self):
+        self.seconds: Counter[str] = Counter()
+
+    def watch(self, owner: Any, attribute: str, name: str) -> None:
+        """Replace a function of `owner` by one that is timed."""
+        function = getattr(owner, attribute)
+
+        def timed(*args: Any, **options: Any) -> Any:
+            begin = time.perf_counter()
+            try:
+                return function(*args, **options)
+            finally:
+                self.seconds[name] += time.perf_counter() - begin
+
+        setattr(owner, attribute, timed)
+
+
+@command(running=([1, 8, 64, 256, 512],) * 2, context=(1000, 1000), steps=(40, 40))
+def host(args: Namespace) -> list[dict]:
+    """What the host does in a step, by part, with the model replaced by a stub: medians over --steps steps.
+
+    All running requests decode behind a prompt of --context tokens; in mixed steps every eighth of them takes 32 tokens
+    of a longer prompt instead.
+    """
+    rows = []
+    with tempfile.TemporaryDirectory() as work:
+        args.folder = write_shape("stub", Path(work))
+        args.engine_options = {"block_size": 16} | args.engine_options | {"load_format": "dummy", "enforce_eager": True}
+        for kind, num_running in product(("decode", "mixed"), args.running):
+            num_chunks = num_running // 8 if kind == "mixed" else 0
+            if kind == "mixed" and not num_chunks:
+                continue
+            lengths = [(args.context, 2 * args.steps)] * (num_running - num_chunks)
+            lengths += [(32 * args.steps + 64, 1)] * num_chunks
+            args.vocab_size = SHAPES["stub"]["vocab_size"]
+            jobs = make_jobs(args, lengths, random.Random(args.seed))
+            llm = make_llm(args, jobs, max_num_seqs=num_running)
+            seconds = time_host(llm, jobs[: num_running - num_chunks], jobs[num_running - num_chunks :], args.steps)
+            row = {"step": kind, "running": num_running} | {f"{name} (ms)": 1e3 * s for name, s in seconds.items()}
+            rows.append(row | {"per request (us)": 1e6 * seconds["sum"] / num_running})
+    return show(rows)
+
+
+def time_host(llm: LLM, decoding: list[Job], chunked: list[Job], num_steps: int) -> dict[str, float]:
+    """Median seconds of each part of a step: `sum` is of the three before it, `rest` is the metrics.
+
+    On top of them come the plan for plain PyTorch's attention, which no other backend needs, and what LLM.step spends on
+    the text and the RequestOutput of every request, which generate() makes at its end only.
+    """
+    import torch
+
+    logits, runner, watch = torch.zeros(llm.config.max_num_seqs, 64, device=llm.runner.device), llm.runner, Stopwatch()
+    for job in decoding:
+        llm.add_request(job.name, job.prompt, job.params)
+    while any(request.num_output_tokens == 0 for request in llm.scheduler.requests.values()):
+        llm.step()
+    for job in chunked:
+        llm.add_request(job.name, job.prompt, job.params)
+    llm.scheduler.long_prefill_token_threshold = 32
+    runner._forward = lambda groups, buffer, shape, out=None: logits[: shape.num_samples]
+    watch.watch(llm.scheduler, "schedule", "schedule")
+    watch.watch(llm.scheduler, "update_from_output", "update")
+    watch.watch(runner, "execute", "execute")
+    watch.watch(runner, "_forward", "stub")
+    watch.watch(model_runner, "sample", "stub")
+    watch.watch(model_runner, "group_rows", "groups")
+    watch.watch(llm, "_step", "step")
+    watch.watch(llm, "step", "step and outputs")
+    samples = []
+    for i in range(num_steps):
+        watch.seconds.clear()
+        (llm._step if i < num_steps * 3 // 4 else llm.step)()
+        samples.append(Counter(watch.seconds))
+    model_runner.sample, model_runner.group_rows = sample, group_rows
+    outputs = median(each["step and outputs"] - each["step"] for each in samples[num_steps * 3 // 4 :])
+    part = {name: median(each[name] for each in samples[: num_steps * 3 // 4]) for name in samples[0]}
+    prepare = part["execute"] - part["stub"] - part["groups"]
+    parts = {"schedule": part["schedule"], "prepare": prepare, "update": part["update"]}
+    total = sum(parts.values())
+    rest = part["step"] - part["stub"] - part["groups"] - total
+    return parts | {"sum": total, "rest": rest, "plain attention's plan": part["groups"], "outputs": outputs}
 
 
 # Other engines

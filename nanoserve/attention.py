@@ -96,9 +96,11 @@ def group_rows(cu_seqlens_q: np.ndarray, context_lens: np.ndarray, block_table: 
         size, width = queries[members[0]], num_blocks[members].max()
         tokens = (cu_seqlens_q[row[members]] + begin[members])[:, None] + np.arange(size)
         positions = last_position[members, None] - size + 1 + np.arange(size)
-        hidden = np.arange(width * block_size) > positions[:, :, None]
-        bias = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(torch.from_numpy(hidden), float("-inf"))
-        bias = bias[:, None].repeat(1, 1, num_heads_per_kv_head, 1)
+        # A query's bias is zeros up to its position: a window of one line of zeros and then -inf.
+        line = torch.zeros(2 * width * block_size, dtype=dtype)
+        line[width * block_size :] = -torch.inf
+        bias = line.unfold(0, width * block_size, 1)[torch.from_numpy(width * block_size - 1 - positions)]
+        bias = bias[:, None, None].expand(-1, 1, num_heads_per_kv_head, -1, -1).flatten(2, 3)
         blocks = torch.from_numpy(block_table[row[members], :width].astype(np.int64).ravel())
         groups.append(RowGroup(torch.from_numpy(tokens.ravel()).to(device), blocks.to(device), bias.to(device)))
     return tuple(groups)

@@ -35,7 +35,7 @@ def hash_block(parent: bytes, token_ids: Sequence[int]) -> bytes:
 class _Holding:
     """What one request holds."""
 
-    blocks: list[int] = field(default_factory=list)  # its block table
+    blocks: list[int] = field(default_factory=list)  # its block table; replaced when it grows, never changed
     hashes: list[bytes] = field(default_factory=list)  # of its full blocks, as far as they were asked for
     num_registered: int = 0  # how many of its blocks can be found by hash
 
@@ -64,9 +64,9 @@ class BlockManager:
         return len(self._free)
 
     def block_table(self, request_id: str) -> list[int]:
-        """The ids of the blocks that hold the request's tokens, in order; a copy."""
+        """The ids of the blocks that hold the request's tokens, in order; not to be changed."""
         holding = self._held.get(request_id)
-        return holding.blocks[:] if holding else []
+        return holding.blocks if holding else []
 
     def get_computed_blocks(self, request: Request) -> list[int]:
         """The longest run of blocks that already hold the request's first tokens.
@@ -88,7 +88,8 @@ class BlockManager:
         hits: list[int] = []
         if not self.enable_prefix_caching:
             return hits
-        for block_hash in self._hashes(request, (request.num_tokens - 1) // self.block_size):
+        num_blocks = (request.num_tokens - 1) // self.block_size
+        for block_hash in self._hashes(request, num_blocks)[:num_blocks]:
             blocks = self._cached.get(block_hash)
             if not blocks:
                 break
@@ -121,12 +122,13 @@ class BlockManager:
             num_revived = sum(self._ref_counts[block] == 0 for block in computed_blocks)  # free now, not free then
             if num_wanted - num_held + num_revived > len(self._free):
                 return None
-            holding = self._held.setdefault(request.request_id, _Holding())
+            if holding is None:
+                holding = self._held[request.request_id] = _Holding()
             for block in computed_blocks:
                 self._free.pop(block, None)
                 self._ref_counts[block] += 1
             new_blocks = [self._take() for _ in range(cdiv(end, size) - num_held)]
-            holding.blocks += [*computed_blocks, *new_blocks]
+            holding.blocks = [*holding.blocks, *computed_blocks, *new_blocks]
             holding.num_registered += len(computed_blocks)
         if self.enable_prefix_caching and end // size > holding.num_registered:
             self._register(request, holding, min(end, request.num_tokens) // size)
@@ -181,12 +183,14 @@ class BlockManager:
         holding.num_registered = max(holding.num_registered, num_full)
 
     def _hashes(self, request: Request, num_blocks: int) -> list[bytes]:
-        """The hashes of the request's first `num_blocks` full blocks; each is computed once while it holds any."""
-        hashes = self._held.setdefault(request.request_id, _Holding()).hashes
+        """The hashes of the request's full blocks, at least `num_blocks`; each is computed once while it holds any."""
+        if request.request_id not in self._held:
+            self._held[request.request_id] = _Holding()
+        hashes = self._held[request.request_id].hashes
         for i in range(len(hashes), num_blocks):
             tokens = request.token_ids[i * self.block_size : (i + 1) * self.block_size]
             hashes.append(hash_block(hashes[-1] if hashes else b"", tokens))
-        return hashes[:num_blocks]
+        return hashes
 
     def check(self) -> None:
         """Raise AssertionError unless the invariants hold; for tests, after every step."""

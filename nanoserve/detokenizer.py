@@ -24,6 +24,7 @@ class Detokenizer:
     def __init__(self, tokenizer: Any, prompt_token_ids: list[int], stop: tuple[str, ...], skip_special_tokens: bool):
         self.text = ""
         self.num_used = 0  # of the last append()'s ids: all, or up to the one that completed a stop string
+        self.ended = False  # what comes now is not taken
         self._stop, self._tokenizer = stop, tokenizer
         options = {"skip_special_tokens": skip_special_tokens, "clean_up_tokenization_spaces": False}
         self._decode = partial(tokenizer.decode, **options)
@@ -41,28 +42,31 @@ class Detokenizer:
         """Take new ids. Returns the stop string that now ends the text, which is cut before it, or None.
 
         The first token that completes a stop string ends the text, however many ids come at once; of several strings
-        the leftmost counts. A character is never shown in part, unless the output ends there.
+        the leftmost counts. Without stop strings they are decoded at once. A character is never shown in part, unless
+        the output ends there.
         """
-        self.num_used = 0
-        for token_id in token_ids:
+        stop, self.num_used = None, 0
+        while self.num_used < len(token_ids) and not (stop or self.ended):
+            token_id = token_ids[self.num_used]
             self.num_used += 1
-            if not (spelling := self._spell(token_id)):
-                continue
-            self._window.append(token_id)
-            in_run = BYTE_TOKEN.fullmatch(spelling) is not None
-            if in_run and len(self._window) > 4 * CONTEXT:
-                continue  # a long run is decoded once, when it has ended
-            if stop := self._extend(in_run, finished=False):
-                return stop
-        return self._extend(in_run=False, finished=True) if finished else None
+            if self._spell(token_id):
+                self._window.append(token_id)
+                stop = self._extend(finished=False) if self._stop else None
+        if not (stop or self.ended) and (finished or not self._stop):
+            stop = self._extend(finished)
+        self.ended = self.ended or finished or stop is not None
+        return stop
 
     def shown(self, finished: bool) -> str:
         """The text that no later token can take back: without an end that may yet become a stop string."""
         starts = (n for stop in self._stop for n in range(1, len(stop)) if self.text.endswith(stop[:n]))
         return self.text if finished else self.text[: len(self.text) - max(starts, default=0)]
 
-    def _extend(self, in_run: bool, finished: bool) -> str | None:
+    def _extend(self, finished: bool) -> str | None:
         """Look for stop strings in all there is; add to `text` what is certain."""
+        in_run = not finished and self._window and BYTE_TOKEN.fullmatch(self._spell(self._window[-1]))
+        if in_run and len(self._window) > 4 * CONTEXT:
+            return None  # a long run is decoded once, when it has ended
         text = self._decode(self._window)
         # It starts otherwise only where the prompt ended in the middle of a character, which is now whole.
         known = self._known if text.startswith(self._known) else commonprefix((self._known, text))

@@ -21,7 +21,7 @@ from nanoserve.loader import blame, find_model, load_config, load_tokenizer
 from nanoserve.model_runner import ModelRunner, TokenLogprobs
 from nanoserve.request import (CompletionOutput, Logprob, Request, RequestMetrics, RequestOutput, RequestStatus,
                                SamplingParams, require)
-from nanoserve.scheduler import Scheduler, SchedulerOutput
+from nanoserve.scheduler import ScheduledRequest, Scheduler, SchedulerOutput
 
 Prompt = str | Sequence[int] | dict[str, Any]  # a text, token ids, {"prompt": text} or {"prompt_token_ids": ids}
 Params = SamplingParams | Sequence[SamplingParams] | None
@@ -39,14 +39,23 @@ class _RequestState:
         self.logprobs: list[dict[int, Logprob]] | None = None if params.logprobs is None else []
         self.metrics = RequestMetrics(request.arrival_time)
         self.num_read = request.num_tokens  # tokens the detokenizer has had
+        self.num_seen = request.num_tokens  # tokens counted as generated
         self.num_reached = 0  # tokens computed at least once
-        self.has_news = False  # something its caller has not been given yet
+        self.news: dict[_RequestState, None] = {}  # where its caller looks for states that have got further
 
     @property
     def finished(self) -> bool:
         return self.request.status.is_finished
 
+    def read(self) -> str | None:
+        """Turn the tokens that came into text. Returns the stop string that ends it, if one does."""
+        new_ids, self.num_read = self.request.token_ids[self.num_read :], self.request.num_tokens
+        if self.request.status is RequestStatus.FINISHED_STOPPED:
+            new_ids = new_ids[:-1]  # the id that ended it is no part of the text
+        return self.detokenizer.append(new_ids, self.finished)
+
     def output(self) -> RequestOutput:
+        self.read()
         request, text = self.request, self.detokenizer.shown(self.finished)
         reasons, logprobs = (request.status.finish_reason, request.stop_reason), self.logprobs and self.logprobs[:]
         completions = [CompletionOutput(text, request.output_token_ids, *reasons, logprobs)]
@@ -149,7 +158,8 @@ class LLM:
         """Drop requests and give their blocks back; ids that are not live are ignored."""
         for request_id in [request_ids] if isinstance(request_ids, str) else list(request_ids):
             self.scheduler.abort_request(request_id)
-            self._states.pop(request_id, None)
+            if state := self._states.pop(request_id, None):
+                state.news[state] = None
 
     def has_unfinished_requests(self) -> bool:
         return self.scheduler.has_unfinished_requests
@@ -181,42 +191,43 @@ class LLM:
         except BaseException:
             self.scheduler.requeue_step(output)
             raise
-        self._count(output, states, now)
-        return [state for state, logprobs in zip(states, result.logprobs, strict=True) if self._read(state, logprobs)]
-
-    def _count(self, output: SchedulerOutput, states: list[_RequestState], now: float) -> None:
         self._counters.update(num_steps=1, num_preemptions=len(output.preempted_req_ids))
-        for share, state in zip(output.scheduled, states, strict=True):
-            start, request, metrics = share.num_computed_tokens, state.request, state.metrics
-            if metrics.first_scheduled_time is None:
-                metrics.first_scheduled_time, length = now, request.num_prompt_tokens
-                queries = length if self.config.enable_prefix_caching else 0
-                self._counters.update(prompt_tokens=length, prefix_cache_queries=queries)
-                self._counters.update(prefix_cache_hits=request.num_cached_tokens)
-            end = start + len(share.token_ids)
-            self._counters["recomputed_tokens"] += max(0, min(end, state.num_reached) - start)
-            state.num_reached = max(state.num_reached, end)
+        done = time.time()
+        for share, state, logprobs in zip(output.scheduled, states, result.logprobs, strict=True):
+            self._count(share, state, now)
+            self._read(state, logprobs, done)
+        return [state for state, token_ids in zip(states, result.sampled_token_ids, strict=True) if token_ids]
 
-    def _read(self, state: _RequestState, logprobs: list[TokenLogprobs]) -> bool:
-        """Turn a request's new tokens, if it has any, into text, and end it if that has come to a stop string."""
-        request = state.request
-        new_ids = request.token_ids[state.num_read :]
-        if not new_ids:
-            return False
-        self._counters["generation_tokens"] += len(new_ids)
-        now, state.has_news, state.num_read = time.time(), True, request.num_tokens
-        state.metrics.first_token_time = state.metrics.first_token_time or now
+    def _count(self, share: ScheduledRequest, state: _RequestState, now: float) -> None:
+        begin, end, request = share.num_computed_tokens, share.num_computed_tokens + len(share.token_ids), state.request
+        if state.metrics.first_scheduled_time is None:
+            state.metrics.first_scheduled_time, length = now, request.num_prompt_tokens
+            queries = length if self.config.enable_prefix_caching else 0
+            self._counters.update(prompt_tokens=length, prefix_cache_queries=queries)
+            self._counters.update(prefix_cache_hits=request.num_cached_tokens)
+        if begin < state.num_reached:
+            self._counters["recomputed_tokens"] += min(end, state.num_reached) - begin
+        state.num_reached = max(state.num_reached, end)
+
+    def _read(self, state: _RequestState, logprobs: list[TokenLogprobs], now: float) -> None:
+        """Count a request's new tokens, if it has any, and end it if their text has come to a stop string.
+
+        Text is made of them when somebody looks at it: here only if there are stop strings to look for.
+        """
+        request, num_new = state.request, state.request.num_tokens - state.num_seen
+        if not num_new:
+            return
+        self._counters["generation_tokens"] += num_new
+        state.num_seen, state.news[state] = request.num_tokens, None
+        if state.metrics.first_token_time is None:
+            state.metrics.first_token_time = now
         if state.logprobs is not None:
-            state.logprobs += [self._logprobs(each) for each in logprobs[: len(new_ids)]]
-        if request.status is RequestStatus.FINISHED_STOPPED:
-            new_ids = new_ids[:-1]  # the id that ended it is no part of the text
-        stop = state.detokenizer.append(new_ids, state.finished)
-        if stop is not None:
+            state.logprobs += [self._logprobs(each) for each in logprobs[:num_new]]
+        if request.sampling_params.stop and (stop := state.read()) is not None:
             self.scheduler.finish_request(request, RequestStatus.FINISHED_STOPPED, stop)
         if state.finished:
             state.metrics.finished_time = now
             del self._states[request.request_id]
-        return True
 
     def _logprobs(self, token: TokenLogprobs) -> dict[int, Logprob]:
         ids, values, rank = token
@@ -225,18 +236,20 @@ class LLM:
 
     def _run(self, states: list[_RequestState]) -> Iterator[_RequestState]:
         """Step until these requests are done, giving out each one that has got further; others may run beside them."""
+        left, news = set(states), {}
         try:
             for state in states:
+                state.news = news
                 self._add(state)
-            while states:
-                self._step()
-                for state in states:
-                    if state.has_news:  # perhaps from a step that another caller ran
-                        state.has_news = False
-                        yield state
-                states = [state for state in states if state.has_news or not state.finished]
+            while left:
+                if not news:  # there may be some from a step that another caller ran
+                    self._step()
+                for state in [*news]:
+                    del news[state]
+                    left -= {state} if state.finished else set()
+                    yield state
         finally:
-            self.abort_request(state.request.request_id for state in states)
+            self.abort_request(state.request.request_id for state in left if not state.finished)
 
     def _add(self, state: _RequestState) -> None:
         self.scheduler.add_request(state.request)

@@ -8,7 +8,7 @@ import os
 import sys
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
+from itertools import chain, takewhile
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +22,7 @@ from nanoserve.cuda_graph import DecodeGraphs, StepShape, graph_sizes
 from nanoserve.loader import load_model
 from nanoserve.model import get_head_dim
 from nanoserve.request import SamplingParams
-from nanoserve.sampler import gather_logprobs, make_sampling_batch, sample
+from nanoserve.sampler import ROW, gather_logprobs, make_sampling_batch, sample, sampling_row
 from nanoserve.scheduler import ScheduledRequest, SchedulerOutput
 
 GiB = 1 << 30
@@ -57,9 +57,9 @@ class ModelRunner:
         self.model = load_model(folder, hf_config, attend, self.max_model_len, self.dtype, self.device, dummy)
         self.num_layers, self.block_shape = hf_config.num_hidden_layers, (self.block_size, num_kv_heads, head_dim)
         self.block_bytes = 2 * self.num_layers * int(np.prod(self.block_shape)) * self.dtype.itemsize
-        # Block tables by row; the last row is for padding.
+        # A row for each running request, the last one for padding: block table, its length, sampling parameters.
         self._table = np.zeros((config.max_num_seqs + 1, cdiv(self.max_model_len, self.block_size)), dtype=np.int32)
-        self._table_len = [0] * config.max_num_seqs  # blocks of each row already in _table
+        self._table_len, self._asked = [0] * config.max_num_seqs, np.zeros(config.max_num_seqs, ROW)
         self._rows: dict[str, int] = {}
         self._free_rows = list(range(config.max_num_seqs))
         self.generator = torch.Generator(self.device)
@@ -127,7 +127,7 @@ class ModelRunner:
         """A CUDA graph for every decode-only step of up to max_batch_size requests."""
         vocab_size, sizes = self.model.model.embed_tokens.num_embeddings, graph_sizes(max_batch_size)
         logits = torch.empty(max_batch_size, vocab_size, dtype=self.dtype, device=self.device)
-        self.graphs = DecodeGraphs(sizes, partial(self._pack, [], []), partial(self._forward, ()), logits)
+        self.graphs = DecodeGraphs(sizes, partial(self._pack, []), partial(self._forward, ()), logits)
 
     def _forward(self, groups: tuple, buffer: Tensor, shape: StepShape, out: Tensor | None = None) -> Tensor:
         """Write K/V of the step in `buffer`, and compute its logits [num_samples, vocab_size], in `out` if given."""
@@ -143,88 +143,85 @@ class ModelRunner:
         scheduled = output.scheduled
         if not scheduled:
             return ModelRunnerOutput([], [])
-        # One row of logits for each share that reached its end, one more for each draft.
-        counts = [share.num_spec_tokens + 1 if share.is_last_chunk else 0 for share in scheduled]
         replay = self.graphs is not None and all(len(share.token_ids) == 1 for share in scheduled)
         size = self.graphs.size_for(len(scheduled)) if replay else 0
-        packed, shape, positions, groups = self._pack(scheduled, counts, size)
-        params = [share.sampling_params for share, n in zip(scheduled, counts, strict=True) for _ in range(n)]
-        batch = make_sampling_batch(params, positions, self.vocab_size, self.device)
+        packed, shape, rows, positions, groups = self._pack(scheduled, size)
+        batch = make_sampling_batch(self._asked[rows], positions, self.vocab_size, self.device)
         if replay:
             logits = self.graphs.replay(packed, size)
         else:
             logits = self._forward(groups, packed.to(self.device, non_blocking=True), shape)
-        if not params:
-            return _split(scheduled, counts, [], None)
+        if not len(positions):
+            return _split(scheduled, [], None)
         # Ids beyond the tokenizer's are rows of padding: no token they name can be read.
-        logits = logits[: len(params), : self.vocab_size]
+        logits = logits[: len(positions), : self.vocab_size]
         token_ids = sample(logits, batch, self.generator)
         wanted = batch.num_logprobs
         logprobs = None if wanted is None else [t.tolist() for t in gather_logprobs(logits, token_ids, wanted)]
-        return _split(scheduled, counts, token_ids.tolist(), logprobs)
+        return _split(scheduled, token_ids.tolist(), logprobs)
 
     def _update_rows(self, output: SchedulerOutput) -> None:
-        """Keep one row of the block table per running request; blocks are only ever appended to it."""
+        """Keep a row per running request; blocks are only ever appended to its block table."""
         gone = output.preempted_req_ids | output.finished_req_ids
         self._free_rows += [self._rows.pop(request_id) for request_id in gone if request_id in self._rows]
         for share in output.scheduled:
-            if share.request_id not in self._rows:
-                self._rows[share.request_id] = self._free_rows.pop()
-                self._table_len[self._rows[share.request_id]] = 0
-            row = self._rows[share.request_id]
+            row, num_blocks = self._rows.get(share.request_id), len(share.block_ids)
+            if row is None:
+                self._rows[share.request_id] = row = self._free_rows.pop()
+                self._table_len[row], self._asked[row] = 0, sampling_row(share.sampling_params)
             known = self._table_len[row]
-            if known < len(share.block_ids):
-                self._table[row, known : len(share.block_ids)] = share.block_ids[known:]
-                self._table_len[row] = len(share.block_ids)
+            if known < num_blocks:
+                self._table[row, known:num_blocks] = share.block_ids[known:]
+                self._table_len[row] = num_blocks
 
-    def _pack(self, scheduled: list[ScheduledRequest], counts: list[int], graph_size: int) -> tuple:
+    def _pack(self, scheduled: list[ScheduledRequest], graph_size: int) -> tuple:
         """A step's integers in host memory, as the graph of that size has them or, if it is 0, as long as they are.
 
-        Returns them, their StepShape, the positions of the tokens to sample, and the RowGroups that attend_torch needs.
-        A row of padding is one token that attends to itself, in the dummy block.
+        Returns them, their StepShape, row of the table and position of each token to sample, and the RowGroups that
+        attend_torch needs. A share that reaches its end samples one token, and one more for each draft. A row of padding
+        is one token that attends to itself, in the dummy block.
         """
-        columns = [
-            (len(share.token_ids), share.num_computed_tokens, self._rows[share.request_id], count)
-            for share, count in zip(scheduled, counts, strict=True)
-        ]
-        columns += [(1, 0, -1, 0)] * (graph_size - len(scheduled))
-        lens, start, rows, samples = np.array(columns).T
+        ids, token_ids, starts, _, drafts, is_last, _ = zip(*scheduled, strict=True) if scheduled else [()] * 7
+        lens, start, samples, rows = (np.full(graph_size or len(scheduled), pad) for pad in (1, 0, 0, -1))
+        lens[: len(scheduled)], start[: len(scheduled)] = [*map(len, token_ids)], starts
+        samples[: len(scheduled)] = (np.array(drafts, np.int64) + 1) * np.array(is_last, np.int64)
+        rows[: len(scheduled)] = [self._rows[request_id] for request_id in ids]
         ends, context = lens.cumsum(), start + lens
         max_k, num_samples = int(context.max()), int(samples.sum())
-        shape = StepShape(int(ends[-1]), len(rows), num_samples, cdiv(max_k, self.block_size), int(lens.max()), max_k)
+        shape = StepShape(int(ends[-1]), len(lens), num_samples, cdiv(max_k, self.block_size), int(lens.max()), max_k)
         if graph_size:
             shape = StepShape(*[graph_size] * 3, self._table.shape[1], 1, self.max_model_len)
         # PyTorch hands pinned memory out anew only when the copies from it are done.
         packed = torch.zeros(shape.num_integers, dtype=torch.int32, pin_memory=self.device.type == "cuda")
         input_ids, positions, slots, sample_rows, *cu, context_lens, table = (v.numpy() for v in shape.views(packed))
-        token_ids = list(chain.from_iterable(share.token_ids for share in scheduled))
-        input_ids[: len(token_ids)] = token_ids
+        flat_ids = list(chain.from_iterable(token_ids))
+        input_ids[: len(flat_ids)] = flat_ids
         positions[:] = np.arange(len(positions)) + np.repeat(context - ends, lens)
         sample_rows[:num_samples] = np.arange(num_samples) + np.repeat(ends - samples.cumsum(), samples)
         cu[0][1:], cu[1][1:], context_lens[:] = ends, context.cumsum(), context
         table[:] = self._table[rows, : shape.max_blocks]
-        blocks = table[np.repeat(np.arange(len(rows)), lens), positions // self.block_size]
+        blocks = table[np.repeat(np.arange(len(lens)), lens), positions // self.block_size]
         slots[:] = blocks * np.int64(self.block_size) + positions % self.block_size
         groups = ()
         if self.backend.attend is attend_torch:
             groups = group_rows(cu[0], context, table, self.block_size, self.group_size, self.dtype, self.device)
-        return packed, shape, (positions[sample_rows[:num_samples]] + 1).tolist(), groups
+        return packed, shape, rows.repeat(samples), positions[sample_rows[:num_samples]] + 1, groups
 
 
-def _split(scheduled: list, counts: list[int], token_ids: list[int], logprobs: list | None) -> ModelRunnerOutput:
+def _split(scheduled: list, token_ids: list[int], logprobs: list | None) -> ModelRunnerOutput:
     """Each share's tokens: the drafts that agree with what was sampled in their place, and one sampled token more."""
-    ids, values, ranks = logprobs or ((), (), ())
     output, end = ModelRunnerOutput([], [[] for _ in scheduled]), 0
-    for i, (share, count) in enumerate(zip(scheduled, counts, strict=True)):
-        begin, end, num_drafts = end, end + count, share.num_spec_tokens
-        sampled, wanted = token_ids[begin:end], share.sampling_params.logprobs
-        if num_drafts:
-            pairs = zip(share.token_ids[-num_drafts:], sampled, strict=False)
-            sampled = sampled[: next((n for n, (draft, token) in enumerate(pairs) if draft != token), num_drafts) + 1]
+    for i, share in enumerate(scheduled):
+        begin, end = end, end + (share.num_spec_tokens + 1 if share.is_last_chunk else 0)
+        sampled = token_ids[begin:end]
+        if share.num_spec_tokens:
+            pairs = zip(share.token_ids[-share.num_spec_tokens :], sampled, strict=False)
+            agreed = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+            sampled = sampled[: agreed + 1]
         output.sampled_token_ids.append(sampled)
-        if wanted is not None:
-            rows = range(begin, begin + len(sampled))
-            output.logprobs[i] = [(ids[r][: wanted + 1], values[r][: wanted + 1], ranks[r]) for r in rows]
+        if logprobs and (wanted := share.sampling_params.logprobs) is not None:
+            ids, values, ranks = (each[begin : begin + len(sampled)] for each in logprobs)
+            output.logprobs[i] = [(i[: wanted + 1], v[: wanted + 1], r) for i, v, r in zip(ids, values, ranks, strict=True)]
     return output
 
 

@@ -16,7 +16,7 @@ Is the sampled token counted yet? The question every reader of a scheduler asks;
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass, field
 from enum import IntEnum
 
 _LIMITS = (  # of SamplingParams' numbers: integer, lowest, highest, may be None
@@ -93,26 +93,30 @@ class RequestStatus(IntEnum):
         return {3: "stop", 4: "length", 5: "abort"}.get(self.value)
 
 
+@dataclass(slots=True, eq=False)
 class Request:
     """One prompt on its way. Only the Scheduler writes to it (vLLM v1/request.py)."""
 
-    def __init__(self, request_id: str, prompt_token_ids: Sequence[int], sampling_params: SamplingParams,
-                 priority: int = 0, arrival_time: float = 0.0):
-        self.request_id = request_id
-        self.sampling_params = sampling_params
-        self.priority = priority  # a smaller value is more important
-        self.arrival_time = arrival_time
-        self.sort_key: tuple = ()  # set by Scheduler.add_request: smallest is admitted, largest is preempted
-        self.status = RequestStatus.WAITING
-        self.stop_reason: int | str | None = None
-        self.token_ids = list(prompt_token_ids)  # prompt and output in one list
+    request_id: str
+    prompt_token_ids: InitVar[Sequence[int]]
+    sampling_params: SamplingParams
+    priority: int = 0  # a smaller value is more important
+    arrival_time: float = 0.0
+    status: RequestStatus = RequestStatus.WAITING
+    stop_reason: int | str | None = None
+    sort_key: tuple = ()  # set by Scheduler.add_request: smallest is admitted, largest is preempted
+    max_num_tokens: int = 0  # set by Scheduler.add_request: the length at which the request ends
+    num_computed_tokens: int = 0  # tokens whose K/V is written, or will be by steps already scheduled
+    num_in_flight_tokens: int = 0  # of those: tokens of steps scheduled and not yet seen by update_from_output
+    num_preemptions: int = 0
+    num_cached_tokens: int = 0  # prompt tokens taken from the prefix cache at first admission
+    spec_token_ids: list[int] = field(default_factory=list)  # drafts to verify in the next step
+    token_ids: list[int] = field(init=False)  # prompt and output in one list
+    num_prompt_tokens: int = field(init=False)
+
+    def __post_init__(self, prompt_token_ids: Sequence[int]):
+        self.token_ids = list(prompt_token_ids)
         self.num_prompt_tokens = len(self.token_ids)
-        self.max_num_tokens = 0  # set by Scheduler.add_request: the length at which the request ends
-        self.num_computed_tokens = 0  # tokens whose K/V is written, or will be by steps already scheduled
-        self.num_in_flight_tokens = 0  # of those: tokens of steps scheduled and not yet seen by update_from_output
-        self.spec_token_ids: list[int] = []  # drafts to verify in the next step
-        self.num_preemptions = 0
-        self.num_cached_tokens = 0  # prompt tokens taken from the prefix cache at first admission
 
     @property
     def num_tokens(self) -> int:

@@ -16,6 +16,16 @@ ROUNDING = 1e-6  # top_p counts as reached when float32 logits cannot tell
 NOISE_STEP = 2**-24  # the resolution of float32 noise: with a noise of 0, any token would win
 
 
+# What is read of a request's SamplingParams in each step, as an element of an array; logprobs -1: not asked for.
+ROW = np.dtype("f4, f4, i8, f8, u8, ?, i4", align=True)
+ROW.names = ("temperature", "min_p", "top_k", "top_p", "seed", "seeded", "logprobs")
+
+
+def sampling_row(params: SamplingParams) -> tuple:
+    seed, logprobs = params.seed, -1 if params.logprobs is None else params.logprobs
+    return params.temperature, params.min_p, params.top_k, params.top_p, (seed or 0) % 2**64, seed is not None, logprobs
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingBatch:
     """What the rows ask for, as tensors [num_drawn, 1]; None where none of them does."""
@@ -28,35 +38,36 @@ class SamplingBatch:
     num_logprobs: int | None  # the most any row asks for
 
 
-def make_sampling_batch(params: list[SamplingParams], positions: list[int], vocab_size: int,
+def make_sampling_batch(asked: np.ndarray, positions: np.ndarray, vocab_size: int,
                         device: torch.device) -> SamplingBatch:
-    """Lay out the rows' parameters; positions[r] is where row r's token goes in its request.
+    """Lay out the rows' parameters, an array of ROW; positions[r] is where row r's token goes in its request.
 
     A seeded row's randomness is a function of its seed and that position alone: the same alone, in any batch, in
     chunks, after preemption, and when a step is run again.
     """
-    num_logprobs = max((p.logprobs for p in params if p.logprobs is not None), default=None)
-    rows = [row for row, p in enumerate(params) if p.temperature >= GREEDY_BELOW]
-    if not rows:
+    num_logprobs = int(asked["logprobs"].max(initial=-1))
+    num_logprobs = None if num_logprobs < 0 else num_logprobs
+    rows = np.flatnonzero(asked["temperature"] >= GREEDY_BELOW)
+    if not len(rows):
         return SamplingBatch(None, None, None, (), (), num_logprobs)
 
-    def tensor(array: np.ndarray | list[int]) -> torch.Tensor:
+    def tensor(array: np.ndarray) -> torch.Tensor:
         return torch.tensor(array, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
-    drawn = [params[row] for row in rows]
-    columns = np.array([(p.temperature, p.min_p, p.top_k, p.top_p) for p in drawn]).T[:, :, None]
-    temperature, min_p = columns[:2].astype(np.float32)
-    top_k = np.where((columns[2] > 0) & (columns[2] < vocab_size), columns[2], vocab_size).astype(np.int64)
-    top_p = np.where(columns[3] < 1, columns[3] * (1 - ROUNDING), np.inf)
+    drawn = asked[rows, None]
+    top_k = np.where((drawn["top_k"] > 0) & (drawn["top_k"] < vocab_size), drawn["top_k"], vocab_size)
+    top_p = np.where(drawn["top_p"] < 1, drawn["top_p"] * (1 - ROUNDING), np.inf)
     cuts = []
     for group in (np.flatnonzero(top_k < vocab_size), np.flatnonzero((top_k == vocab_size) & (top_p < 1))):
         if len(group):
             goal = tensor(top_p[group]) if top_p[group].min() < 1 else None
             cuts.append((tensor(group), int(top_k[group].max()), tensor(top_k[group]), goal))
-    index = tensor(rows) if len(rows) < len(params) else None
-    log_min_p = tensor(min_p).log_() if min_p.any() else None
-    seeds = tuple((i, _mix(params[r].seed, positions[r])) for i, r in enumerate(rows) if params[r].seed is not None)
-    return SamplingBatch(index, tensor(temperature), log_min_p, tuple(cuts), seeds, num_logprobs)
+    index = tensor(rows) if len(rows) < len(asked) else None
+    log_min_p = tensor(drawn["min_p"]).log_() if drawn["min_p"].any() else None
+    seeded = np.flatnonzero(drawn["seeded"])
+    pairs = zip(drawn["seed"][seeded, 0].tolist(), positions[rows[seeded]].tolist(), strict=True)
+    seeds = tuple((i, _mix(*pair)) for i, pair in zip(seeded.tolist(), pairs, strict=True))
+    return SamplingBatch(index, tensor(drawn["temperature"]), log_min_p, tuple(cuts), seeds, num_logprobs)
 
 
 def _mix(seed: int, position: int) -> int:

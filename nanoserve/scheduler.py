@@ -94,23 +94,22 @@ class Scheduler:
         [('A', 5, True), ('B', 1, False)]
         """
         budget, preempted = self.max_num_batched_tokens, False
-        shares: dict[str, int] = {}  # request id -> tokens, in scheduling order
+        shares: dict[Request, int] = {}  # tokens of each, in scheduling order
         for request in self.running[:]:
             if request.status is not RequestStatus.RUNNING:
                 continue  # the victim of a request before it
             num_new = self._num_new_tokens(request, request.num_computed_tokens, budget)
-            num_new = min(num_new, self.max_model_len - 1 - request.num_computed_tokens)
             if num_new == 0:
                 continue
             victim = None
             while victim is not request and self.block_manager.allocate_slots(request, num_new) is None:
                 victim = max(self.running, key=lambda r: r.sort_key[:2])  # of equals the one that runs longest, as vLLM
-                budget += shares.pop(victim.request_id, 0)  # withdrawn from this step
+                budget += shares.pop(victim, 0)  # withdrawn from this step
                 self._preempt(victim)
                 preempted = True
             if victim is request:
                 break
-            shares[request.request_id] = num_new
+            shares[request] = num_new
             budget -= num_new
         max_running = self._max_running()
         while not preempted and budget > 0 and self.waiting and len(self.running) < max_running:
@@ -124,7 +123,7 @@ class Scheduler:
             if request.status is RequestStatus.WAITING:
                 request.num_cached_tokens = num_cached
             request.status, request.num_computed_tokens = RequestStatus.RUNNING, num_cached
-            shares[request.request_id] = num_new
+            shares[request] = num_new
             budget -= num_new
         return self._output(shares)
 
@@ -132,9 +131,11 @@ class Scheduler:
         return self.max_num_seqs
 
     def _num_new_tokens(self, request: Request, num_computed_tokens: int, budget: int) -> int:
-        """What the request lacks, capped by the long-prefill threshold, unless it is alone, and by the budget."""
+        """What the request lacks, up to the long-prefill threshold, unless it is alone, the budget and the model."""
         num_new, threshold = request.num_tokens_with_spec - num_computed_tokens, self.long_prefill_token_threshold
-        return min(threshold if 0 < threshold < num_new and len(self.requests) > 1 else num_new, budget)
+        if 0 < threshold < num_new and len(self.requests) > 1:
+            num_new = threshold
+        return min(num_new, budget, self.max_model_len - 1 - num_computed_tokens)
 
     def _preempt(self, request: Request) -> None:
         """Free the blocks, keep the outputs: recompute is the only way back (chapter 2.2, section 6.3)."""
@@ -146,24 +147,25 @@ class Scheduler:
         self._preempted_req_ids.add(request.request_id)
         insort(self.waiting, request, key=lambda r: r.sort_key)
 
-    def _output(self, shares: dict[str, int]) -> SchedulerOutput:
+    def _output(self, shares: dict[Request, int]) -> SchedulerOutput:
         """Freeze the step. From here on its tokens count as computed, though no kernel has run yet."""
-        scheduled, requests = [], [self.requests[request_id] for request_id in shares]
-        for request, num_new in zip(requests, shares.values(), strict=True):
-            start, end = request.num_computed_tokens, request.num_computed_tokens + num_new
-            num_spec, token_ids = max(0, end - request.num_tokens), request.token_ids[start:end]
+        scheduled = []
+        for request, num_new in shares.items():
+            name, start, num_spec = request.request_id, request.num_computed_tokens, 0
+            request.num_computed_tokens = end = start + num_new
+            token_ids, num_missing = request.token_ids[start:end], request.num_tokens - end
             if request.spec_token_ids:
+                num_spec = max(0, -num_missing)
                 token_ids += request.spec_token_ids[:num_spec]
                 request.spec_token_ids = []
-            table, is_last = self.block_manager.block_table(request.request_id), end >= request.num_tokens
-            share = (request.request_id, token_ids, start, table, num_spec, is_last, request.sampling_params)
-            scheduled.append(ScheduledRequest(*share))
-            request.num_computed_tokens = end
+            table = self.block_manager.block_table(name)
+            about = (num_spec, num_missing <= 0, request.sampling_params)
+            scheduled.append(ScheduledRequest(name, token_ids, start, table, *about))
             request.num_in_flight_tokens += num_new
         gone, num_free = (self._preempted_req_ids, self._finished_req_ids), self.block_manager.num_free_blocks
         self._preempted_req_ids, self._finished_req_ids = set(), set()
         output = SchedulerOutput(scheduled, *gone, num_free, next(self._steps))
-        self._in_flight[output.step] = requests
+        self._in_flight[output.step] = [*shares]
         return output
 
     def update_from_output(self, output: SchedulerOutput, sampled_token_ids: list[list[int]]) -> list[Request]:
@@ -183,7 +185,7 @@ class Scheduler:
             if request.status is not RequestStatus.RUNNING:
                 continue
             request.num_in_flight_tokens -= len(share.token_ids)
-            if token_ids:
+            if share.num_spec_tokens:
                 request.num_computed_tokens -= share.num_spec_tokens + 1 - len(token_ids)  # rejected drafts
             for token_id in token_ids:
                 request.token_ids.append(token_id)

@@ -207,11 +207,15 @@ def test_freeing_twice_or_what_holds_nothing_changes_nothing():
     assert snapshot(manager) == before and manager.num_free_blocks == 4
 
 
-def test_a_block_table_is_a_copy():
-    manager = BlockManager(num_blocks=4, block_size=2)
-    compute(manager, make_request("A", 3))
-    manager.block_table("A").clear()
-    assert manager.block_table("A") == [0, 1]
+def test_a_block_table_handed_out_stays_as_it_was():
+    manager, request = BlockManager(num_blocks=4, block_size=2), make_request("A", 7)
+    manager.allocate_slots(request, 3)
+    request.num_computed_tokens = 3
+    before = manager.block_table("A")
+    manager.allocate_slots(request, 2)
+    assert before == [0, 1] and manager.block_table("A") == [0, 1, 2]
+    manager.free(request)
+    assert before == [0, 1] and manager.block_table("A") == []
 
 
 @pytest.mark.parametrize("sizes", [(0, 4), (4, 0), (-3, 4)])

@@ -76,7 +76,7 @@ def execute_eagerly(runner, output):
     before = [cache.clone() for cache in runner.kv_caches]
     runner._update_rows(output)
     with torch.inference_mode():
-        packed, shape, _, groups = runner._pack(output.scheduled, [int(s.is_last_chunk) for s in output.scheduled], 0)
+        packed, shape, *_, groups = runner._pack(output.scheduled, 0)
         logits = runner._forward(groups, packed.to(runner.device), shape).clone()
     after = [cache.clone() for cache in runner.kv_caches]
     for cache, old in zip(runner.kv_caches, before, strict=True):

@@ -50,7 +50,7 @@ def test_a_steps_integers_are_what_they_say(seed, llama):
     shares = random_step(rng, rng.randint(1, 12), block_size)
     runner._update_rows(SchedulerOutput(shares, set(), set(), 0, 0))
     counts = [share.num_spec_tokens + 1 if share.is_last_chunk else 0 for share in shares]
-    packed, shape, positions_to_sample, _ = runner._pack(shares, counts, 0)
+    packed, shape, rows, positions_to_sample, _ = runner._pack(shares, 0)
     input_ids, positions, slots, samples, cu_q, cu_k, lens, table = shape.views(packed)
     assert packed.dtype == torch.int32 and len(packed) == shape.num_integers
     views = shape.views(packed)
@@ -76,7 +76,8 @@ def test_a_steps_integers_are_what_they_say(seed, llama):
     assert shape.max_seqlen_k == max(contexts) and all(type(number) is int for number in shape)
     wanted = [row for end, count in zip(ends, counts, strict=True) for row in range(end - count, end)]
     assert samples[: shape.num_samples].tolist() == wanted
-    assert positions_to_sample == [tokens[row][1] + 1 for row in wanted]
+    assert positions_to_sample.tolist() == [tokens[row][1] + 1 for row in wanted]
+    assert rows.tolist() == [runner._rows[tokens[row][2].request_id] for row in wanted]
 
 
 def test_rows_keep_their_block_tables_and_only_append(llama):
@@ -150,7 +151,7 @@ def test_the_step_of_the_model_itself_waits_for_nothing(monkeypatch, llama):
     shares = random_step(random.Random(1), 5, 4, num_blocks=40)
     runner._update_rows(SchedulerOutput(shares, set(), set(), 0, 0))
     with torch.inference_mode():
-        packed, shape, _, groups = runner._pack(shares, [1] * 5, 0)
+        packed, shape, *_, groups = runner._pack(shares, 0)
         assert count_moves(monkeypatch, lambda: runner._forward(groups, packed, shape)) == {}
 
 
@@ -165,7 +166,7 @@ def test_host_memory_is_pinned_for_cuda_and_only_there(monkeypatch, llama):
     runner.backend = type("Backend", (), {"attend": None})()
     for device in ("cpu", "cuda"):
         runner.device = torch.device(device)
-        runner._pack([], [], 4)
+        runner._pack([], 4)
     assert pinned == [False, True]
 
 
