@@ -35,7 +35,7 @@ from nanoserve import LLM, RequestOutput, SamplingParams, __version__, model_run
 from nanoserve.attention import group_rows
 from nanoserve.block_manager import BlockManager, cdiv
 from nanoserve.loader import find_model, load_config
-from nanoserve.model import CausalLM
+from nanoserve.model import CausalLM, PackedLinear
 from nanoserve.request import Request
 from nanoserve.sampler import sample
 from nanoserve.scheduler import Scheduler, StaticBatchScheduler
@@ -570,12 +570,13 @@ def host(args: Namespace) -> list[dict]:
 def time_host(llm: LLM, decoding: list[Job], chunked: list[Job], num_steps: int) -> dict[str, float]:
     """Median seconds of each part of a step: `sum` is of the three before it, `rest` is the metrics.
 
-    On top of them come the plan for plain PyTorch's attention, which no other backend needs, and what LLM.step spends on
-    the text and the RequestOutput of every request, which generate() makes at its end only.
+    On top of them come the plan for plain PyTorch's attention, which no other backend needs, and what LLM.step spends
+    on the text and the RequestOutput of every request, which generate() makes at its end only.
     """
     import torch
 
-    logits, runner, watch = torch.zeros(llm.config.max_num_seqs, 64, device=llm.runner.device), llm.runner, Stopwatch()
+    runner, watch = llm.runner, Stopwatch()
+    logits = torch.zeros(llm.config.max_num_seqs, 64, device=runner.device)
     for job in decoding:
         llm.add_request(job.name, job.prompt, job.params)
     while any(request.num_output_tokens == 0 for request in llm.scheduler.requests.values()):
@@ -605,6 +606,45 @@ def time_host(llm: LLM, decoding: list[Job], chunked: list[Job], num_steps: int)
     total = sum(parts.values())
     rest = part["step"] - part["stub"] - part["groups"] - total
     return parts | {"sum": total, "rest": rest, "plain attention's plan": part["groups"], "outputs": outputs}
+
+
+@command(running=([1, 8, 32],) * 2, context=(128, 128), steps=(40, 40))
+def breakdown(args: Namespace) -> list[dict]:
+    """Where a decode step's time goes on a CPU: mean milliseconds of each part over --steps steps."""
+    import torch
+
+    if args.cuda:
+        sys.exit("breakdown times calls, and on CUDA these return before their work is done: pass --device cpu")
+    lengths = [(args.context, args.steps + 2)] * max(args.running)
+    jobs, rows = make_jobs(args, lengths, random.Random(args.seed)), []
+    llm, watch = make_llm(args, jobs, max_num_seqs=max(args.running)), Stopwatch()
+    causal_lm = llm.runner.model
+    for module in causal_lm.modules():
+        if isinstance(module, (PackedLinear, torch.nn.Linear)):
+            watch.watch(module, "forward", "linears")
+        elif hasattr(module, "attend"):
+            watch.watch(module, "attend", "attention")
+    watch.watch(causal_lm, "forward", "model")
+    watch.watch(causal_lm, "compute_logits", "logits")
+    watch.watch(model_runner, "sample", "sampling")
+    watch.watch(llm, "_step", "step")
+    for num_running in args.running:
+        use_scheduler(llm, max_num_seqs=num_running)
+        for job in jobs[:num_running]:
+            llm.add_request(job.name, job.prompt, job.params)
+        llm.step()
+        watch.seconds.clear()
+        for _ in range(args.steps):
+            llm._step()
+        part = watch.seconds
+        row = {name: part[name] for name in ("step", "linears", "attention")}
+        row["elementwise and K/V"] = part["model"] + part["logits"] - part["linears"] - part["attention"]
+        row["sampling"] = part["sampling"]
+        row["host"] = part["step"] - part["model"] - part["logits"] - part["sampling"]
+        rows.append({"running": num_running} | {f"{name} (ms)": 1e3 * s / args.steps for name, s in row.items()})
+        llm.abort_request([job.name for job in jobs[:num_running]])
+    model_runner.sample = sample
+    return show(rows)
 
 
 # Other engines

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 class RowGroup:
     """Rows, or pieces of rows, that have the same number of queries and contexts of similar length."""
 
-    tokens: torch.Tensor  # [rows * queries] int64, which rows of q
+    tokens: torch.Tensor | slice  # [rows * queries] int64, which rows of q; slice(None): all, in their order
     blocks: torch.Tensor  # [rows * blocks] int64, padded with any block
     bias: torch.Tensor  # [rows, 1, group * queries, blocks * block_size], 0 where a query sees a key, else -inf
 
@@ -58,14 +58,14 @@ def attend_torch(q: torch.Tensor, kv_cache: torch.Tensor, metadata: AttentionMet
     The query heads that share a key head are laid out as more queries of that head, so keys are never repeated.
     """
     num_heads, head_dim, num_kv_heads = q.shape[1], q.shape[2], kv_cache.shape[3]
-    out = torch.empty_like(q)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     for group in metadata.row_groups:
         rows = group.bias.shape[0]
         keys, values = (
             cache.index_select(0, group.blocks).view(rows, -1, num_kv_heads, head_dim).transpose(1, 2)
             for cache in kv_cache
         )
-        queries = q[group.tokens].view(rows, -1, num_kv_heads, num_heads // num_kv_heads, head_dim)
+        queries = q[group.tokens].reshape(rows, -1, num_kv_heads, num_heads // num_kv_heads, head_dim)
         folded = queries.permute(0, 2, 3, 1, 4).reshape(rows, num_kv_heads, -1, head_dim)
         attended = F.scaled_dot_product_attention(folded, keys, values, attn_mask=group.bias)
         attended = attended.view(rows, num_kv_heads, num_heads // num_kv_heads, -1, head_dim).permute(0, 3, 1, 2, 4)
@@ -91,7 +91,8 @@ def group_rows(cu_seqlens_q: np.ndarray, context_lens: np.ndarray, block_table: 
     num_blocks = last_position // block_size + 1
     group_key = queries * 64 + np.frexp(num_blocks - 1)[1]
     groups = []
-    for key in np.unique(group_key):
+    keys = np.unique(group_key)
+    for key in keys:
         members = np.flatnonzero(group_key == key)
         size, width = queries[members[0]], num_blocks[members].max()
         tokens = (cu_seqlens_q[row[members]] + begin[members])[:, None] + np.arange(size)
@@ -102,7 +103,8 @@ def group_rows(cu_seqlens_q: np.ndarray, context_lens: np.ndarray, block_table: 
         bias = line.unfold(0, width * block_size, 1)[torch.from_numpy(width * block_size - 1 - positions)]
         bias = bias[:, None, None].expand(-1, 1, num_heads_per_kv_head, -1, -1).flatten(2, 3)
         blocks = torch.from_numpy(block_table[row[members], :width].astype(np.int64).ravel())
-        groups.append(RowGroup(torch.from_numpy(tokens.ravel()).to(device), blocks.to(device), bias.to(device)))
+        index = torch.from_numpy(tokens.ravel()).to(device) if len(keys) > 1 else slice(None)
+        groups.append(RowGroup(index, blocks.to(device), bias.to(device)))
     return tuple(groups)
 
 

@@ -177,9 +177,9 @@ class ModelRunner:
     def _pack(self, scheduled: list[ScheduledRequest], graph_size: int) -> tuple:
         """A step's integers in host memory, as the graph of that size has them or, if it is 0, as long as they are.
 
-        Returns them, their StepShape, row of the table and position of each token to sample, and the RowGroups that
-        attend_torch needs. A share that reaches its end samples one token, and one more for each draft. A row of padding
-        is one token that attends to itself, in the dummy block.
+        Returns them, their StepShape, row of the table and position of each token to sample, and attend_torch's groups.
+        A share that reaches its end samples one token, and one more for each draft. A row of padding is one token that
+        attends to itself, in the dummy block.
         """
         ids, token_ids, starts, _, drafts, is_last, _ = zip(*scheduled, strict=True) if scheduled else [()] * 7
         lens, start, samples, rows = (np.full(graph_size or len(scheduled), pad) for pad in (1, 0, 0, -1))
@@ -220,8 +220,8 @@ def _split(scheduled: list, token_ids: list[int], logprobs: list | None) -> Mode
             sampled = sampled[: agreed + 1]
         output.sampled_token_ids.append(sampled)
         if logprobs and (wanted := share.sampling_params.logprobs) is not None:
-            ids, values, ranks = (each[begin : begin + len(sampled)] for each in logprobs)
-            output.logprobs[i] = [(i[: wanted + 1], v[: wanted + 1], r) for i, v, r in zip(ids, values, ranks, strict=True)]
+            rows = zip(*(each[begin : begin + len(sampled)] for each in logprobs), strict=True)
+            output.logprobs[i] = [(ids[: wanted + 1], values[: wanted + 1], rank) for ids, values, rank in rows]
     return output
 
 

@@ -261,7 +261,7 @@ def test_a_step_runs_on_a_fake_cuda_device(name, architecture, graph, monkeypatc
             for key, parameter in module._parameters.items():
                 if parameter is not None:
                     module._parameters[key] = torch.empty(parameter.shape, dtype=parameter.dtype, device=cuda)
-        runner.model.rope_table = torch.empty(1024, 2, head_dim // 2, device=cuda)
+        runner.model.rope_table = torch.empty(1024, 2, head_dim, device=cuda)
         runner.kv_caches = [
             torch.zeros(2, 9, 256, 2, head_dim, dtype=torch.bfloat16, device=cuda)
             for _ in range(config.num_hidden_layers)
@@ -299,8 +299,8 @@ def test_elementwise_functions_are_compiled_on_cuda_alone_and_not_after_the_warm
             patch.setattr(torch, "compile", compile_here)
             ops.compile()
         weight = torch.nn.Parameter(torch.rand(hidden), requires_grad=False)
-        head_weight = torch.nn.Parameter(torch.rand(head_dim), requires_grad=False) if norm else None
-        embedding, table = torch.nn.Embedding(5, hidden), torch.rand(128, 2, head_dim // 2)
+        head_weight = torch.rand(heads + kv_heads, head_dim) if norm else None
+        embedding, table = torch.nn.Embedding(5, hidden), torch.rand(128, 2, head_dim)
         seen = []
         with torch.inference_mode():
             for num_tokens in (64, 11, 1, 2, 3, 4, 8, 9, 16, 24, 48, 63, 64, 65, 96, 1, 100):
@@ -308,9 +308,8 @@ def test_elementwise_functions_are_compiled_on_cuda_alone_and_not_after_the_warm
                 rope = table[torch.arange(num_tokens)].unsqueeze(1).unbind(2)
                 qkv = torch.rand(num_tokens, (heads + 2 * kv_heads) * head_dim)
                 calls = [("add_rms_norm", (x, torch.rand_like(x), weight, 1e-5)), ("silu_and_mul", (x,))]
-                for part in qkv.split([heads * head_dim, kv_heads * head_dim, kv_heads * head_dim], dim=-1)[:2]:
-                    part = part.view(num_tokens, -1, head_dim)
-                    calls.append(("norm_and_rotate", (part, head_weight, 1e-5, *rope)))
+                qk = qkv.view(num_tokens, -1, head_dim)[:, : heads + kv_heads]
+                calls.append(("norm_and_rotate", (qk, head_weight, 1e-5, *rope)))
                 for name, args in calls:
                     torch.testing.assert_close(getattr(ops, name)(*args), getattr(eager, name)(*args))
                 seen.append(sum(counter.frame_count for counter in counters))
