@@ -518,6 +518,44 @@ def priority(args: Namespace) -> list[dict]:
     return show(rows)
 
 
+@command(num_seqs=(8, 64), output_tokens=(96, 256), num_speculative_tokens=(3, 3), prompt_lookup=([2, 4], [2, 4]))
+def speculative(args: Namespace) -> list[dict]:
+    """Drafts by n-grams, off and on: a list to go on repeating, greedily, and prose sampled at temperature 1.
+
+    The same seeds give the same tokens with drafts as without, so that both runs compute the same outputs.
+    """
+    low, high = args.prompt_lookup
+    options = {"num_speculative_tokens": args.num_speculative_tokens}
+    options |= {"prompt_lookup_min": low, "prompt_lookup_max": high}
+    lists = [", ".join([f"{word} {i}" for word in ("red", "green", "blue", "gold")] * 4) for i in range(args.num_seqs)]
+    prose = [f"Chapter {i}. On that morning" for i in range(args.num_seqs)]
+    llm = LLM(str(args.folder), seed=args.seed, max_num_seqs=args.num_seqs, max_model_len=args.output_tokens + 256,
+              speculative_config=options, **args.engine_options)
+    llm.generate([[0], [1]], SamplingParams(max_tokens=2), use_tqdm=False)
+    drafter, rows, expected = llm.drafter, [], []
+    for name, prompts, temperature in ("repetitive", lists, 0.0), ("prose", prose, 1.0):
+        limits = {"temperature": temperature, "max_tokens": args.output_tokens, "ignore_eos": True}
+        params = [SamplingParams(seed=i, **limits) for i in range(args.num_seqs)]
+        for drafts in "off", "on":
+            use_scheduler(llm)
+            llm.drafter = drafter if drafts == "on" else None
+            before, begin = llm.get_metrics(), time.perf_counter()
+            outputs = [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
+            seconds, after = time.perf_counter() - begin, llm.get_metrics()
+            count = {key: after[key] - before[key] for key in after}
+            drafted, accepted = count["num_draft_tokens"], count["num_accepted_tokens"]
+            row = {"workload": name, "drafts": drafts, "steps": count["num_steps"], "time (s)": seconds}
+            row |= {"output (tokens/s)": count["generation_tokens"] / seconds, "drafted (tokens)": drafted}
+            row |= {"accepted (%)": 100 * accepted / drafted if drafted else 0.0}
+            row["tokens per verified draft"] = 1 + accepted / count["num_drafts"] if count["num_drafts"] else 1.0
+            first = rows[-1] if drafts == "on" else row
+            row |= {"steps / without": row["steps"] / first["steps"], "time / without": seconds / first["time (s)"]}
+            expected = expected if drafts == "on" else outputs
+            row["equal outputs"] = sum(a == b for a, b in zip(outputs, expected, strict=True))
+            rows.append(row)
+    return show(rows)
+
+
 # Where a step's time goes
 
 
@@ -587,7 +625,7 @@ def time_host(llm: LLM, decoding: list[Job], chunked: list[Job], num_steps: int)
     runner._forward = lambda groups, buffer, shape, out=None: logits[: shape.num_samples]
     watch.watch(llm.scheduler, "schedule", "schedule")
     watch.watch(llm.scheduler, "update_from_output", "update")
-    watch.watch(runner, "execute", "execute")
+    watch.watch(runner, "launch", "execute")
     watch.watch(runner, "_forward", "stub")
     watch.watch(model_runner, "sample", "stub")
     watch.watch(model_runner, "group_rows", "groups")

@@ -63,6 +63,9 @@ class BlockManager:
         """Blocks no request holds, those that could still be hit included."""
         return len(self._free)
 
+    def is_free(self, block: int) -> bool:
+        return block in self._free
+
     def block_table(self, request_id: str) -> list[int]:
         """The ids of the blocks that hold the request's tokens, in order; not to be changed."""
         holding = self._held.get(request_id)
@@ -143,7 +146,7 @@ class BlockManager:
         holding = self._held.pop(request.request_id, None)
         if holding is None:
             return
-        num_written = (request.num_computed_tokens - request.num_in_flight_tokens) // self.block_size
+        num_written = max(0, request.num_computed_tokens - request.num_in_flight_tokens) // self.block_size
         for block in holding.blocks[num_written:]:
             self._forget(block)
         released = []

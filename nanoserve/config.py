@@ -12,6 +12,7 @@ from nanoserve.request import require, require_number
 _CHOICES = {
     "dtype": ("auto", "float32", "bfloat16", "float16"), "scheduling_policy": ("fcfs", "priority"),
     "load_format": ("auto", "dummy"), "enable_prefix_caching": (True, False), "enforce_eager": (True, False),
+    "async_scheduling": (None, True, False),
 }  # fmt: skip
 _AT_LEAST = {
     "max_model_len": 2, "max_num_seqs": 1, "max_num_batched_tokens": 1, "block_size": 1, "num_gpu_blocks_override": 1,
@@ -35,7 +36,9 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     enforce_eager: bool = False  # True: no CUDA graphs, nothing compiled
     scheduling_policy: str = "fcfs"
-    scheduler_cls: type | None = None  # None: Scheduler
+    scheduler_cls: type | None = None  # None: Scheduler or AsyncScheduler
+    speculative_config: dict[str, Any] | None = None  # NgramProposer's arguments; None: no drafts
+    async_scheduling: bool | None = None  # schedule a step while the one before runs; None: on CUDA, without drafts
     long_prefill_token_threshold: int = 0  # longest share of a request in one step; 0: no limit
     load_format: str = "auto"  # "dummy": random weights, nothing but the config is read
     seed: int = 0
@@ -57,15 +60,18 @@ class EngineConfig:
     def __post_init__(self):
         require(bool(self.model) and isinstance(self.model, str), "model", "a folder, a hub id or 'demo'", self.model)
         for name, choices in _CHOICES.items():
-            value = getattr(self, name)
-            ok = type(value) is type(choices[0]) and value in choices
-            require(ok, name, f"one of {', '.join(map(str, choices))}", value)
+            ok = any(type(getattr(self, name)) is type(one) and getattr(self, name) == one for one in choices)
+            require(ok, name, f"one of {', '.join(map(str, choices))}", getattr(self, name))
         for name, low in _AT_LEAST.items():
             require_number(name, getattr(self, name), True, low, 2**63 - 1, optional=name in _OPTIONAL)
         require_number("gpu_memory_utilization", self.gpu_memory_utilization, False, 0, 1)
         for name in ("device", "attention_backend"):
             require(isinstance(getattr(self, name) or "", str), name, "a name", getattr(self, name))
         require(isinstance(self.scheduler_cls or type, type), "scheduler_cls", "a class", self.scheduler_cls)
+        drafts = self.speculative_config
+        require(drafts is None or isinstance(drafts, dict), "speculative_config", "None or a dict", drafts)
+        both = bool(drafts and self.async_scheduling)
+        require(not both, "async_scheduling", "False where n-gram drafts need the tokens on the host", True)
 
     def for_model(self, hf_config: Any, vocab_size: int) -> "EngineConfig":
         """This config with what the checkpoint decides. Raises ValueError if max_model_len is beyond the model's."""

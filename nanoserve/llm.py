@@ -6,19 +6,22 @@ This module decides what a caller's prompts become and when text comes back. It 
 
 import sys
 import time
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import count
+from threading import RLock
 from typing import Any
 
 import torch
 
+from nanoserve.async_scheduler import AsyncScheduler
 from nanoserve.block_manager import BlockManager
 from nanoserve.config import EngineConfig
 from nanoserve.detokenizer import Detokenizer
 from nanoserve.loader import blame, find_model, load_config, load_tokenizer
 from nanoserve.model_runner import ModelRunner, TokenLogprobs
+from nanoserve.ngram import NgramProposer
 from nanoserve.request import (CompletionOutput, Logprob, Request, RequestMetrics, RequestOutput, RequestStatus,
                                SamplingParams, require)
 from nanoserve.scheduler import ScheduledRequest, Scheduler, SchedulerOutput
@@ -26,7 +29,7 @@ from nanoserve.scheduler import ScheduledRequest, Scheduler, SchedulerOutput
 Prompt = str | Sequence[int] | dict[str, Any]  # a text, token ids, {"prompt": text} or {"prompt_token_ids": ids}
 Params = SamplingParams | Sequence[SamplingParams] | None
 _COUNTERS = ("num_steps", "prompt_tokens", "generation_tokens", "num_preemptions", "recomputed_tokens",
-             "prefix_cache_queries", "prefix_cache_hits")
+             "prefix_cache_queries", "prefix_cache_hits", "num_drafts", "num_draft_tokens", "num_accepted_tokens")
 
 
 class _RequestState:
@@ -38,8 +41,7 @@ class _RequestState:
         self.detokenizer = Detokenizer(tokenizer, request.token_ids, params.stop, params.skip_special_tokens)
         self.logprobs: list[dict[int, Logprob]] | None = None if params.logprobs is None else []
         self.metrics = RequestMetrics(request.arrival_time)
-        self.num_read = request.num_tokens  # tokens the detokenizer has had
-        self.num_seen = request.num_tokens  # tokens counted as generated
+        self.num_read = self.num_seen = request.num_tokens  # tokens that are text already, that are counted already
         self.num_reached = 0  # tokens computed at least once
         self.news: dict[_RequestState, None] = {}  # where its caller looks for states that have got further
 
@@ -49,23 +51,24 @@ class _RequestState:
 
     def read(self) -> str | None:
         """Turn the tokens that came into text. Returns the stop string that ends it, if one does."""
-        new_ids, self.num_read = self.request.token_ids[self.num_read :], self.request.num_tokens
-        if self.request.status is RequestStatus.FINISHED_STOPPED:
-            new_ids = new_ids[:-1]  # the id that ended it is no part of the text
-        return self.detokenizer.append(new_ids, self.finished)
+        # An id that ended the output is no part of the text.
+        end = self.request.num_tokens - (self.request.status is RequestStatus.FINISHED_STOPPED)
+        stop = self.detokenizer.append(self.request.token_ids[self.num_read : end], self.finished)
+        self.num_read += self.detokenizer.num_used
+        return stop
 
     def output(self) -> RequestOutput:
         self.read()
         request, text = self.request, self.detokenizer.shown(self.finished)
         reasons, logprobs = (request.status.finish_reason, request.stop_reason), self.logprobs and self.logprobs[:]
         completions = [CompletionOutput(text, request.output_token_ids, *reasons, logprobs)]
-        about = (request.request_id, self.prompt, self.prompt_token_ids)
         metrics = replace(self.metrics, num_preemptions=request.num_preemptions)
-        return RequestOutput(*about, completions, self.finished, request.num_cached_tokens, metrics)
+        return RequestOutput(request.request_id, self.prompt, self.prompt_token_ids, completions, self.finished,
+                             request.num_cached_tokens, metrics)
 
 
 class LLM:
-    """The offline engine, in the shape of vLLM's LLM and LLMEngine.
+    """The offline engine, in the shape of vLLM's LLM and LLMEngine. Threads may share one: they take turns, by step.
 
     `model` is a local folder, a hub id, or "demo"; the options are EngineConfig's. Raises ValueError for an unknown or
     impossible option and for a model that is broken or not supported.
@@ -73,6 +76,9 @@ class LLM:
 
     def __init__(self, model: str, **options: Any):
         config = EngineConfig.from_options(model, options)
+        with blame("speculative_config"):
+            drafts = config.speculative_config
+            self.drafter = None if drafts is None else NgramProposer(**drafts)
         folder = find_model(model)
         hf_config = load_config(folder)
         self.tokenizer, eos_token_ids = load_tokenizer(folder, hf_config)
@@ -82,23 +88,22 @@ class LLM:
         self.runner = runner = ModelRunner(config, folder)
         num_slots = runner.num_blocks * runner.block_size
         self.block_manager = BlockManager(runner.num_blocks, runner.block_size, config.enable_prefix_caching)
-        self.scheduler = (config.scheduler_cls or Scheduler)(
-            self.block_manager,
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
+        self.scheduler = (config.scheduler_cls or (AsyncScheduler if runner.async_scheduling else Scheduler))(
+            self.block_manager, max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens,
+            policy=config.scheduling_policy, long_prefill_token_threshold=config.long_prefill_token_threshold,
             # A limit nobody asked for gives way to what the cache holds.
             max_model_len=options.get("max_model_len") or min(config.max_model_len, num_slots),
-            policy=config.scheduling_policy,
-            long_prefill_token_threshold=config.long_prefill_token_threshold,
             eos_token_ids=eos_token_ids & {self.tokenizer.eos_token_id},
-        )
-        self.last_output: SchedulerOutput | None = None  # the step that ran last, for whoever watches
+        )  # fmt: skip
+        self.last_output: SchedulerOutput | None = None  # the step scheduled last, for whoever watches
+        self._in_flight: deque[tuple] = deque()  # steps launched: output, states, time, and what waits for the result
         self._states: dict[str, _RequestState] = {}
         self._ids, self._counters = count(), Counter(dict.fromkeys(_COUNTERS, 0))
+        self._lock = RLock()  # held by whoever changes requests or steps
         device = f"cpu with {torch.get_num_threads()} threads" if runner.device.type == "cpu" else runner.device
-        where = f"{device}, {runner.dtype}, attention {runner.backend.name}"
+        how = f"{device}, {runner.dtype}, attention {runner.backend.name}, async scheduling {runner.async_scheduling}"
         cache = f"K/V cache of {runner.num_blocks} blocks x {runner.block_size} tokens = {num_slots} tokens"
-        print(f"nanoserve: {where}, {cache}, max_model_len {self.scheduler.max_model_len}", file=sys.stderr)
+        print(f"nanoserve: {how}, {cache}, max_model_len {self.scheduler.max_model_len}", file=sys.stderr)
 
     def generate(self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None, use_tqdm: bool = True,
                  priority: Sequence[int] | None = None) -> list[RequestOutput]:
@@ -110,15 +115,14 @@ class LLM:
         from tqdm import tqdm
 
         states = self._make_states(prompts, sampling_params, priority)
-        num_tokens, begin = 0, time.perf_counter()
-        with tqdm(total=len(states), desc="requests", disable=not use_tqdm, miniters=0) as bar:
+        begin, before = time.perf_counter(), self._counters["generation_tokens"]
+        with tqdm(total=len(states), desc="requests", disable=not use_tqdm) as bar:
             for state in self._run(states):
-                num_tokens += 1
-                if use_tqdm and (state.finished or num_tokens % 64 == 0):
-                    rate, now = num_tokens / (time.perf_counter() - begin), self.get_metrics()
-                    queues = f"running {now['num_requests_running']}, waiting {now['num_requests_waiting']}"
-                    bar.set_postfix_str(f"{rate:.1f} tokens/s, {queues}, KV {now['kv_cache_usage']:.0%}", refresh=False)
-                    bar.update(int(state.finished))
+                if use_tqdm and state.finished:
+                    rate = (self._counters["generation_tokens"] - before) / (time.perf_counter() - begin)
+                    queues = f"running {len(self.scheduler.running)}, waiting {len(self.scheduler.waiting)}"
+                    bar.set_postfix_str(f"{rate:.1f} tokens/s, {queues}", refresh=False)
+                    bar.update()
         return [state.output() for state in states]
 
     def generate_stream(self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None,
@@ -156,10 +160,11 @@ class LLM:
 
     def abort_request(self, request_ids: str | Iterable[str]) -> None:
         """Drop requests and give their blocks back; ids that are not live are ignored."""
-        for request_id in [request_ids] if isinstance(request_ids, str) else list(request_ids):
-            self.scheduler.abort_request(request_id)
-            if state := self._states.pop(request_id, None):
-                state.news[state] = None
+        with self._lock:
+            for request_id in [request_ids] if isinstance(request_ids, str) else list(request_ids):
+                self.scheduler.abort_request(request_id)
+                if state := self._states.pop(request_id, None):
+                    state.news[state] = None
 
     def has_unfinished_requests(self) -> bool:
         return self.scheduler.has_unfinished_requests
@@ -174,7 +179,8 @@ class LLM:
     def get_metrics(self) -> dict[str, float]:
         """Counters since construction, in tokens, steps or requests, and the share of K/V blocks in use now.
 
-        Prefix cache queries and hits are tokens, counted once per request, at its first admission.
+        Prefix cache queries and hits are tokens, counted once per request, at its first admission. Of drafts there are
+        the times that some were verified, their tokens, and those accepted.
         """
         used = 1 - self.block_manager.num_free_blocks / self.block_manager.num_blocks
         running, waiting = len(self.scheduler.running), len(self.scheduler.waiting)
@@ -182,52 +188,80 @@ class LLM:
         return {**self._counters, **now}
 
     def _step(self) -> list[_RequestState]:
-        self.last_output = output = self.scheduler.schedule()
-        states = [self._states[share.request_id] for share in output.scheduled]
-        now = time.time()
-        try:
-            result = self.runner.execute(output)
-            self.scheduler.update_from_output(output, result.sampled_token_ids)
-        except BaseException:
-            self.scheduler.requeue_step(output)
-            raise
-        self._counters.update(num_steps=1, num_preemptions=len(output.preempted_req_ids))
-        done = time.time()
-        for share, state, logprobs in zip(output.scheduled, states, result.logprobs, strict=True):
-            self._count(share, state, now)
-            self._read(state, logprobs, done)
-        return [state for state, token_ids in zip(states, result.sampled_token_ids, strict=True) if token_ids]
+        """Launch a step and finish it, or with async scheduling the one before it."""
+        news: list[_RequestState] = []
+        with self._lock:
+            try:
+                self.last_output = output = self.scheduler.schedule()
+                states = [self._states[share.request_id] for share in output.scheduled]
+                self._in_flight.append((output, states, time.time(), self.runner.launch(output)))
+                num_left = int(isinstance(self.scheduler, AsyncScheduler) and bool(output.scheduled))
+                while len(self._in_flight) > num_left * self.scheduler.has_unfinished_requests:
+                    news += self._finish_step(*self._in_flight.popleft())
+            except BaseException as error:
+                running = ", ".join(request.request_id for request in self.scheduler.running)
+                error.add_note(f"nanoserve: this step failed; its requests wait to be computed again: {running}")
+                self._in_flight.clear()
+                self.runner.reset()
+                self.scheduler.requeue_running()
+                raise
+        return news
 
-    def _count(self, share: ScheduledRequest, state: _RequestState, now: float) -> None:
-        begin, end, request = share.num_computed_tokens, share.num_computed_tokens + len(share.token_ids), state.request
+    def _finish_step(self, output: SchedulerOutput, states: list[_RequestState], begin: float,
+                     wait: Callable) -> list[_RequestState]:
+        result = wait()
+        self.scheduler.update_from_output(output, result.sampled_token_ids)
+        self._counters.update(num_steps=1, num_preemptions=len(output.preempted_req_ids))
+        news, end = [], time.time()
+        for state, *step in zip(states, output.scheduled, result.sampled_token_ids, result.logprobs, strict=True):
+            self._count(state, *step[:2], begin)
+            if step[1] and not state.metrics.finished_time:  # it may have finished while this step was in flight
+                self._read(state, step[2], end)
+                news.append(state)
+            if state.request.status is RequestStatus.FINISHED_ERROR:
+                self.runner.zero_blocks([block for block in step[0].block_ids if self.block_manager.is_free(block)])
+        if self.drafter:
+            self.drafter.forget(output.finished_req_ids)
+            for request in (state.request for state in news if not state.finished):
+                drafts = self.drafter.propose(request.request_id, request.token_ids)
+                # What would come after the request's last token need not be computed.
+                drafts = drafts[: request.max_num_tokens - request.num_tokens - 1]
+                self.scheduler.update_draft_token_ids({request.request_id: drafts})
+        return news
+
+    def _count(self, state: _RequestState, share: ScheduledRequest, token_ids: list[int], begin: float) -> None:
+        start, end, request = share.num_computed_tokens, share.num_computed_tokens + len(share.token_ids), state.request
         if state.metrics.first_scheduled_time is None:
-            state.metrics.first_scheduled_time, length = now, request.num_prompt_tokens
+            state.metrics.first_scheduled_time, length = begin, request.num_prompt_tokens
             queries = length if self.config.enable_prefix_caching else 0
             self._counters.update(prompt_tokens=length, prefix_cache_queries=queries)
             self._counters.update(prefix_cache_hits=request.num_cached_tokens)
-        if begin < state.num_reached:
-            self._counters["recomputed_tokens"] += min(end, state.num_reached) - begin
+        if start < state.num_reached:
+            self._counters["recomputed_tokens"] += min(end, state.num_reached) - start
         state.num_reached = max(state.num_reached, end)
+        if share.num_spec_tokens:
+            self._counters.update(num_drafts=1, num_draft_tokens=share.num_spec_tokens)
+            self._counters["num_accepted_tokens"] += len(token_ids) - 1
 
     def _read(self, state: _RequestState, logprobs: list[TokenLogprobs], now: float) -> None:
-        """Count a request's new tokens, if it has any, and end it if their text has come to a stop string.
+        """Count a request's new tokens, and end it if their text has come to a stop string.
 
         Text is made of them when somebody looks at it: here only if there are stop strings to look for.
         """
-        request, num_new = state.request, state.request.num_tokens - state.num_seen
-        if not num_new:
-            return
+        request, metrics = state.request, state.metrics
+        if request.sampling_params.stop and (stop := state.read()) is not None:
+            self.scheduler.finish_request(request, RequestStatus.FINISHED_STOPPED, stop, state.num_read)
+        num_new, state.num_seen = request.num_tokens - state.num_seen, request.num_tokens
+        state.news[state] = None
         self._counters["generation_tokens"] += num_new
-        state.num_seen, state.news[state] = request.num_tokens, None
-        if state.metrics.first_token_time is None:
-            state.metrics.first_token_time = now
+        metrics.first_token_time = metrics.first_token_time or now
         if state.logprobs is not None:
             state.logprobs += [self._logprobs(each) for each in logprobs[:num_new]]
-        if request.sampling_params.stop and (stop := state.read()) is not None:
-            self.scheduler.finish_request(request, RequestStatus.FINISHED_STOPPED, stop)
         if state.finished:
-            state.metrics.finished_time = now
+            metrics.finished_time = now
             del self._states[request.request_id]
+            if request.status is RequestStatus.FINISHED_ERROR:
+                print(f"nanoserve: request {request.request_id} failed: its logits are not finite", file=sys.stderr)
 
     def _logprobs(self, token: TokenLogprobs) -> dict[int, Logprob]:
         ids, values, rank = token
@@ -252,8 +286,9 @@ class LLM:
             self.abort_request(state.request.request_id for state in left if not state.finished)
 
     def _add(self, state: _RequestState) -> None:
-        self.scheduler.add_request(state.request)
-        self._states[state.request.request_id] = state
+        with self._lock:
+            self.scheduler.add_request(state.request)
+            self._states[state.request.request_id] = state
 
     def _make_states(self, prompts: Any, params: Any, priority: Any) -> list[_RequestState]:
         """One state a prompt; all are checked before the first is queued."""
@@ -263,9 +298,8 @@ class LLM:
         require(by_priority or priority is None, "priority", "None where scheduling_policy is 'fcfs'", priority)
         params = _one_each("sampling_params", params or SamplingParams(), len(prompts), SamplingParams)
         priority = _one_each("priority", priority or 0, len(prompts), int)
-        arguments = zip(prompts, params, priority, strict=True)
         ids = (str(i) for i in self._ids if str(i) not in self.scheduler.requests)
-        states = [self._make_state(next(ids), *each) for each in arguments]
+        states = [self._make_state(next(ids), *each) for each in zip(prompts, params, priority, strict=True)]
         for state in states:
             self.scheduler.check_request(state.request)
         return states
@@ -280,17 +314,17 @@ class LLM:
 
     def _tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         """Text and ids of a prompt. Raises ValueError for what is no prompt, and for ids the model does not have."""
-        text, token_ids = None, prompt
+        text, ids = None, prompt
         if isinstance(prompt, dict):
-            text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids", prompt.get("prompt"))
-        if isinstance(token_ids, str):
-            text, token_ids = token_ids, self.tokenizer(token_ids)["input_ids"]
-        ok = isinstance(token_ids, list | tuple) and all(type(token_id) is int for token_id in token_ids)
+            text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids", prompt.get("prompt"))
+        if isinstance(ids, str):
+            text, ids = ids, self.tokenizer(ids)["input_ids"]
+        ok = isinstance(ids, list | tuple) and all(type(token_id) is int for token_id in ids)
         require(ok, "a prompt", "a str, a list of token ids or a dict with either", prompt)
-        limit, ids = self.config.hf_config.vocab_size, list(token_ids)
-        if ids:
-            require(min(ids) >= 0 and max(ids) < limit, "token ids", f"in [0, {limit})", (min(ids), max(ids)))
-        return text, ids
+        limit = self.config.hf_config.vocab_size
+        wrong = [token_id for token_id in ids if not 0 <= token_id < limit]
+        require(not wrong, "token ids", f"in [0, {limit})", wrong)
+        return text, list(ids)
 
 
 def _one_each(name: str, value: Any, num_prompts: int, kind: type) -> list[Any]:

@@ -35,26 +35,22 @@ def check_supported(config: Any) -> None:
 
 
 def compute_rope_table(config: Any, max_model_len: int, device: torch.device) -> Tensor:
-    """For every position what a head is multiplied by, and what its halves, swapped, are: (cos, cos) and (-sin, sin),
+    """What a head at each position is multiplied by, (cos, cos), and what its halves, swapped, are, (-sin, sin):
     [max_model_len, 2, head_dim] float32 (Su et al. 2021, "RoFormer").
 
-    Frequencies come from transformers' own ROPE_INIT_FUNCTIONS. Types that depend on the length ("dynamic", "longrope")
-    are computed once for max_model_len, since cached keys cannot be rotated anew. Raises ValueError for unknown types.
+    Both are transformers' own. Types that depend on the length ("dynamic", "longrope") are computed once for
+    max_model_len, since cached keys cannot be rotated anew. Raises ValueError for unknown types.
     """
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-    rope, rope_type, head_dim = config.rope_parameters, config.rope_parameters["rope_type"], get_head_dim(config)
-    known = ("default", *ROPE_INIT_FUNCTIONS)
+    rope_type, known = config.rope_parameters["rope_type"], ("default", *ROPE_INIT_FUNCTIONS)
     require(rope_type in known, "rope_type", f"one of {', '.join(known)}", rope_type)
-    if rope_type == "default":
-        exponents = torch.arange(0, head_dim, 2, dtype=torch.float, device=device) / head_dim
-        inv_freq, scale = 1.0 / rope["rope_theta"] ** exponents, 1.0
-    else:
-        inv_freq, scale = ROPE_INIT_FUNCTIONS[rope_type](config, device, seq_len=max_model_len)
-    require(len(inv_freq) == head_dim // 2, "rotary dimensions", f"all {head_dim} of a head", 2 * len(inv_freq))
-    angles = torch.outer(torch.arange(max_model_len, dtype=torch.float, device=device), inv_freq.float())
-    cos, sin = angles.cos() * scale, angles.sin() * scale
-    return torch.stack((torch.cat((cos, cos), dim=1), torch.cat((-sin, sin), dim=1)), dim=1)
+    positions = torch.arange(max_model_len, device=device)[None]
+    cos, sin = LlamaRotaryEmbedding(config).to(device)(torch.empty(0, device=device), positions)
+    head_dim = get_head_dim(config)
+    require(cos.shape[-1] == head_dim, "rotary dimensions", f"all {head_dim} of a head", cos.shape[-1])
+    return torch.stack((cos[0], torch.cat((-sin[0, :, : head_dim // 2], sin[0, :, head_dim // 2 :]), dim=1)), dim=1)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:

@@ -6,6 +6,8 @@ is computed, and sees requests only as the scheduler's frozen shares.
 
 import os
 import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, takewhile
@@ -22,7 +24,7 @@ from nanoserve.cuda_graph import DecodeGraphs, StepShape, graph_sizes
 from nanoserve.loader import load_model
 from nanoserve.model import get_head_dim
 from nanoserve.request import SamplingParams
-from nanoserve.sampler import ROW, gather_logprobs, make_sampling_batch, sample, sampling_row
+from nanoserve.sampler import ROW, gather_logprobs, sample, sampling_row
 from nanoserve.scheduler import ScheduledRequest, SchedulerOutput
 
 GiB = 1 << 30
@@ -57,11 +59,16 @@ class ModelRunner:
         self.model = load_model(folder, hf_config, attend, self.max_model_len, self.dtype, self.device, dummy)
         self.num_layers, self.block_shape = hf_config.num_hidden_layers, (self.block_size, num_kv_heads, head_dim)
         self.block_bytes = 2 * self.num_layers * int(np.prod(self.block_shape)) * self.dtype.itemsize
+        wanted, is_cuda = config.async_scheduling, self.device.type == "cuda"
+        self.async_scheduling = is_cuda and not config.speculative_config if wanted is None else wanted
+        self._worker = ThreadPoolExecutor(1) if self.async_scheduling and not is_cuda else None
         # A row for each running request, the last one for padding: block table, its length, sampling parameters.
         self._table = np.zeros((config.max_num_seqs + 1, cdiv(self.max_model_len, self.block_size)), dtype=np.int32)
         self._table_len, self._asked = [0] * config.max_num_seqs, np.zeros(config.max_num_seqs, ROW)
-        self._rows: dict[str, int] = {}
-        self._free_rows = list(range(config.max_num_seqs))
+        self.reset()
+        # The last step's samples stay on the device; a token that it is still sampling is -1 - its place among them.
+        self._sampled = torch.zeros(config.max_num_batched_tokens, dtype=torch.int64, device=self.device)
+        self._sample_index = np.zeros(config.max_num_seqs + 1, np.int64)
         self.generator = torch.Generator(self.device)
         self.graphs: DecodeGraphs | None = None
         if self.device.type == "cuda":
@@ -133,32 +140,69 @@ class ModelRunner:
         """Write K/V of the step in `buffer`, and compute its logits [num_samples, vocab_size], in `out` if given."""
         input_ids, positions, slots, samples, cu_q, cu_k, lens, table = shape.views(buffer)
         metadata = AttentionMetadata(cu_q, lens, cu_k, *shape[-2:], table, slots, groups)  # max_seqlen_q, max_seqlen_k
+        sampled = self._sampled.index_select(0, (-1 - input_ids).clamp_(min=0))
+        input_ids = torch.where(input_ids < 0, sampled, input_ids)
         hidden_states = self.model(input_ids, positions, self.kv_caches, metadata)
         return self.model.compute_logits(hidden_states.index_select(0, samples.narrow(0, 0, shape.num_samples)), out)
 
-    @torch.inference_mode()
     def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
         """Run one step: K/V of every share is written, and the shares that reached their end sample."""
+        return self.launch(output)()
+
+    @torch.inference_mode()
+    def launch(self, output: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
+        """Start a step; what is returned waits for its end. The device runs steps one after the other, as they come."""
         self._update_rows(output)
         scheduled = output.scheduled
         if not scheduled:
-            return ModelRunnerOutput([], [])
+            return partial(ModelRunnerOutput, [], [])
         replay = self.graphs is not None and all(len(share.token_ids) == 1 for share in scheduled)
         size = self.graphs.size_for(len(scheduled)) if replay else 0
         packed, shape, rows, positions, groups = self._pack(scheduled, size)
-        batch = make_sampling_batch(self._asked[rows], positions, self.vocab_size, self.device)
+        self._sample_index[rows] = np.arange(len(rows))
+        args = (packed, shape, groups, self._asked[rows], positions, replay)
+        if self._worker:
+            return partial(_result, scheduled, self._worker.submit(self._compute, *args).result)
+        done = self._compute(*args)
+        return partial(_result, scheduled, lambda: done)
+
+    def reset(self) -> None:
+        """Forget the rows, once no step runs: whoever still runs comes back as a new request."""
+        self.wait()
+        self._rows, self._free_rows = {}, list(range(len(self._asked)))
+
+    def zero_blocks(self, block_ids: list[int]) -> None:
+        """What is left of a request that failed: a masked key weighs 0 for their next owner, but 0 times NaN is NaN."""
+        self.wait()
+        for cache in self.kv_caches:
+            cache[:, block_ids] = 0
+
+    def wait(self) -> None:
+        """Until a CPU's worker has nothing to do; what is left on a GPU comes before whatever it is given next."""
+        if self._worker:
+            self._worker.submit(int).result()
+
+    @torch.inference_mode()
+    def _compute(self, packed: Tensor, shape: StepShape, groups: tuple, asked: np.ndarray, positions: np.ndarray,
+                 replay: bool) -> tuple[list[Tensor], torch.cuda.Event | None]:
+        """Give the device its work: the step's sampled ids and logprobs in host memory once the event has come."""
         if replay:
-            logits = self.graphs.replay(packed, size)
+            logits = self.graphs.replay(packed, shape.num_rows)
         else:
             logits = self._forward(groups, packed.to(self.device, non_blocking=True), shape)
-        if not len(positions):
-            return _split(scheduled, [], None)
-        # Ids beyond the tokenizer's are rows of padding: no token they name can be read.
-        logits = logits[: len(positions), : self.vocab_size]
-        token_ids = sample(logits, batch, self.generator)
-        wanted = batch.num_logprobs
-        logprobs = None if wanted is None else [t.tolist() for t in gather_logprobs(logits, token_ids, wanted)]
-        return _split(scheduled, token_ids.tolist(), logprobs)
+        results: list[Tensor] = []
+        if len(asked):
+            # Ids beyond the tokenizer's are rows of padding: no token they name can be read.
+            logits = logits[: len(asked), : self.vocab_size]
+            results.append(sample(logits, asked, positions, self.generator))
+            self._sampled[: len(asked)] = results[0].clamp(min=0)
+            if (num_logprobs := int(asked["logprobs"].max())) >= 0:
+                results += gather_logprobs(logits, results[0], num_logprobs)
+        results = [tensor.to("cpu", non_blocking=True) for tensor in results]
+        event = torch.cuda.Event() if self.device.type == "cuda" else None
+        if event:
+            event.record()
+        return results, event
 
     def _update_rows(self, output: SchedulerOutput) -> None:
         """Keep a row per running request; blocks are only ever appended to its block table."""
@@ -196,6 +240,8 @@ class ModelRunner:
         input_ids, positions, slots, sample_rows, *cu, context_lens, table = (v.numpy() for v in shape.views(packed))
         flat_ids = list(chain.from_iterable(token_ids))
         input_ids[: len(flat_ids)] = flat_ids
+        unknown = np.flatnonzero(input_ids < 0)
+        input_ids[unknown] = -1 - self._sample_index[rows.repeat(lens)[unknown]]
         positions[:] = np.arange(len(positions)) + np.repeat(context - ends, lens)
         sample_rows[:num_samples] = np.arange(num_samples) + np.repeat(ends - samples.cumsum(), samples)
         cu[0][1:], cu[1][1:], context_lens[:] = ends, context.cumsum(), context
@@ -208,16 +254,19 @@ class ModelRunner:
         return packed, shape, rows.repeat(samples), positions[sample_rows[:num_samples]] + 1, groups
 
 
-def _split(scheduled: list, token_ids: list[int], logprobs: list | None) -> ModelRunnerOutput:
+def _result(scheduled: list[ScheduledRequest], wait: Callable[[], tuple]) -> ModelRunnerOutput:
     """Each share's tokens: the drafts that agree with what was sampled in their place, and one sampled token more."""
+    tensors, event = wait()
+    if event:
+        event.synchronize()
+    token_ids, *logprobs = [tensor.tolist() for tensor in tensors] or [[]]
     output, end = ModelRunnerOutput([], [[] for _ in scheduled]), 0
     for i, share in enumerate(scheduled):
         begin, end = end, end + (share.num_spec_tokens + 1 if share.is_last_chunk else 0)
         sampled = token_ids[begin:end]
         if share.num_spec_tokens:
             pairs = zip(share.token_ids[-share.num_spec_tokens :], sampled, strict=False)
-            agreed = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-            sampled = sampled[: agreed + 1]
+            sampled = sampled[: sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs)) + 1]
         output.sampled_token_ids.append(sampled)
         if logprobs and (wanted := share.sampling_params.logprobs) is not None:
             rows = zip(*(each[begin : begin + len(sampled)] for each in logprobs), strict=True)

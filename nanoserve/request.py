@@ -83,6 +83,7 @@ class RequestStatus(IntEnum):
     FINISHED_STOPPED = 3
     FINISHED_LENGTH_CAPPED = 4
     FINISHED_ABORTED = 5
+    FINISHED_ERROR = 6
 
     @property
     def is_finished(self) -> bool:
@@ -90,7 +91,7 @@ class RequestStatus(IntEnum):
 
     @property
     def finish_reason(self) -> str | None:
-        return {3: "stop", 4: "length", 5: "abort"}.get(self.value)
+        return {3: "stop", 4: "length", 5: "abort", 6: "error"}.get(self.value)
 
 
 @dataclass(slots=True, eq=False)
@@ -108,6 +109,7 @@ class Request:
     max_num_tokens: int = 0  # set by Scheduler.add_request: the length at which the request ends
     num_computed_tokens: int = 0  # tokens whose K/V is written, or will be by steps already scheduled
     num_in_flight_tokens: int = 0  # of those: tokens of steps scheduled and not yet seen by update_from_output
+    num_output_placeholders: int = 0  # tokens that steps in flight are sampling (async_scheduler.py)
     num_preemptions: int = 0
     num_cached_tokens: int = 0  # prompt tokens taken from the prefix cache at first admission
     spec_token_ids: list[int] = field(default_factory=list)  # drafts to verify in the next step
@@ -163,7 +165,7 @@ class CompletionOutput:
 
     text: str
     token_ids: list[int]
-    finish_reason: str | None = None  # "stop", "length" or "abort"; None: unfinished
+    finish_reason: str | None = None  # "stop", "length", "abort" or "error" (logits not finite); None: unfinished
     stop_reason: int | str | None = None  # the stop string or stop token id that ended it; None for EOS and length
     logprobs: list[dict[int, Logprob]] | None = None
     index: int = 0

@@ -3,7 +3,6 @@
 This module decides how a token is drawn. It does not know requests or their past: rows of logits and of parameters.
 """
 
-from dataclasses import dataclass
 from hashlib import blake2b
 
 import numpy as np
@@ -26,78 +25,50 @@ def sampling_row(params: SamplingParams) -> tuple:
     return params.temperature, params.min_p, params.top_k, params.top_p, (seed or 0) % 2**64, seed is not None, logprobs
 
 
-@dataclass(frozen=True, slots=True)
-class SamplingBatch:
-    """What the rows ask for, as tensors [num_drawn, 1]; None where none of them does."""
+def sample(logits: torch.Tensor, asked: np.ndarray, positions: np.ndarray, generator: torch.Generator) -> torch.Tensor:
+    """One token id per row of logits [num_rows, vocab_size], which stay as they are; [num_rows] int64, -1 where the
+    largest logit is no finite number.
 
-    rows: torch.Tensor | None  # the rows that draw [num_drawn], the others are greedy; None: all draw
-    temperature: torch.Tensor | None  # None: every row is greedy
-    log_min_p: torch.Tensor | None
-    cuts: tuple[tuple, ...]  # for drawn rows with a top_k, and for those with a top_p only: _keep_likeliest's arguments
-    seeds: tuple[tuple[int, int], ...]  # (place among the rows that draw, seed of this one draw)
-    num_logprobs: int | None  # the most any row asks for
+    asked[r], a ROW, is what row r wants, positions[r] where its token goes in its request. A row is drawn by dividing
+    its probabilities by exponential noise and taking the largest, which picks token i with probability p_i and never
+    one of probability 0. A seeded row's noise is a function of its seed and that position alone: the same alone, in any
+    batch, in chunks, with drafts, after preemption, and when a step is run again.
 
-
-def make_sampling_batch(asked: np.ndarray, positions: np.ndarray, vocab_size: int,
-                        device: torch.device) -> SamplingBatch:
-    """Lay out the rows' parameters, an array of ROW; positions[r] is where row r's token goes in its request.
-
-    A seeded row's randomness is a function of its seed and that position alone: the same alone, in any batch, in
-    chunks, after preemption, and when a step is run again.
+    Drafts need no rule of their own: a draft is accepted if it is the token that this draws in its place from the
+    model's distribution. Up to the first that differs every token is drawn as without drafts, so the output's
+    distribution is the model's at any temperature, and with a seed the output is the same, token by token.
     """
-    num_logprobs = int(asked["logprobs"].max(initial=-1))
-    num_logprobs = None if num_logprobs < 0 else num_logprobs
     rows = np.flatnonzero(asked["temperature"] >= GREEDY_BELOW)
+    largest, likeliest = logits.max(dim=-1)
+    likeliest.masked_fill_(~largest.isfinite(), -1)
     if not len(rows):
-        return SamplingBatch(None, None, None, (), (), num_logprobs)
+        return likeliest
 
     def tensor(array: np.ndarray) -> torch.Tensor:
-        return torch.tensor(array, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+        return torch.tensor(array, pin_memory=logits.is_cuda).to(logits.device, non_blocking=True)
 
-    drawn = asked[rows, None]
+    drawn, index, vocab_size = asked[rows, None], tensor(rows), logits.shape[1]
+    # In float32, and with the largest at 0: no temperature is small enough to overflow.
+    weights = (logits[index] - largest[index, None].float()).div_(tensor(drawn["temperature"]))
+    if drawn["min_p"].any():
+        weights.masked_fill_(weights < tensor(drawn["min_p"]).log_(), -torch.inf)
     top_k = np.where((drawn["top_k"] > 0) & (drawn["top_k"] < vocab_size), drawn["top_k"], vocab_size)
     top_p = np.where(drawn["top_p"] < 1, drawn["top_p"] * (1 - ROUNDING), np.inf)
-    cuts = []
     for group in (np.flatnonzero(top_k < vocab_size), np.flatnonzero((top_k == vocab_size) & (top_p < 1))):
         if len(group):
-            goal = tensor(top_p[group]) if top_p[group].min() < 1 else None
-            cuts.append((tensor(group), int(top_k[group].max()), tensor(top_k[group]), goal))
-    index = tensor(rows) if len(rows) < len(asked) else None
-    log_min_p = tensor(drawn["min_p"]).log_() if drawn["min_p"].any() else None
-    seeded = np.flatnonzero(drawn["seeded"])
-    pairs = zip(drawn["seed"][seeded, 0].tolist(), positions[rows[seeded]].tolist(), strict=True)
-    seeds = tuple((i, _mix(*pair)) for i, pair in zip(seeded.tolist(), pairs, strict=True))
-    return SamplingBatch(index, tensor(drawn["temperature"]), log_min_p, tuple(cuts), seeds, num_logprobs)
+            place, goal = tensor(group), tensor(top_p[group]) if top_p[group].min() < 1 else None
+            weights[place] = _keep_likeliest(weights[place], int(top_k[group].max()), tensor(top_k[group]), goal)
+    noise, own = torch.empty_like(weights).uniform_(generator=generator), torch.Generator(logits.device)
+    for i in np.flatnonzero(drawn["seeded"]).tolist():
+        noise[i].uniform_(generator=own.manual_seed(_mix(drawn["seed"][i, 0], positions[rows[i]])))
+    # -log of uniform noise is exponential; its sign is left to argmin.
+    sampled = weights.exp_().div_(noise.log_().clamp_(-1 / NOISE_STEP, -NOISE_STEP)).argmin(dim=-1)
+    return likeliest.index_copy_(0, index, torch.where(likeliest[index] < 0, likeliest[index], sampled))
 
 
 def _mix(seed: int, position: int) -> int:
     """The seed of one draw: a hash, since torch's CPU generator looks at the low 32 bits of a seed only."""
     return int.from_bytes(blake2b(b"%d %d" % (seed, position), digest_size=8).digest(), "little")
-
-
-def sample(logits: torch.Tensor, batch: SamplingBatch, generator: torch.Generator) -> torch.Tensor:
-    """One token id per row of logits [num_rows, vocab_size], which stay as they are; [num_rows] int64.
-
-    A row is drawn by dividing its probabilities by exponential noise and taking the largest, which picks token i with
-    probability p_i and never one of probability 0.
-    """
-    if batch.temperature is None:
-        return logits.argmax(dim=-1)
-    drawn = logits if batch.rows is None else logits[batch.rows]
-    # In float32, and with the largest at 0: no temperature is small enough to overflow.
-    weights = (drawn - drawn.amax(dim=-1, keepdim=True).float()).div_(batch.temperature)
-    if batch.log_min_p is not None:
-        weights.masked_fill_(weights < batch.log_min_p, -torch.inf)
-    for rows, *cut in batch.cuts:
-        weights[rows] = _keep_likeliest(weights[rows], *cut)
-    weights.exp_()
-    noise = torch.empty_like(weights).uniform_(generator=generator)
-    own = torch.Generator(logits.device)
-    for place, seed in batch.seeds:
-        noise[place].uniform_(generator=own.manual_seed(seed))
-    # -log of uniform noise is exponential; its sign is left to argmin.
-    sampled = weights.div_(noise.log_().clamp_(-1 / NOISE_STEP, -NOISE_STEP)).argmin(dim=-1)
-    return sampled if batch.rows is None else logits.argmax(dim=-1).index_copy_(0, batch.rows, sampled)
 
 
 def _keep_likeliest(logits: torch.Tensor, width: int, top_k: torch.Tensor, top_p: torch.Tensor | None) -> torch.Tensor:

@@ -56,7 +56,7 @@ class Scheduler:
         self.requests: dict[str, Request] = {}  # live, by id
         self.waiting: list[Request] = []  # sorted, next to be admitted first
         self.running: list[Request] = []  # in order of admission
-        self._in_flight: dict[int, list[Request]] = {}  # by step: scheduled, not yet seen by update_from_output
+        self._in_flight: dict[int, tuple] = {}  # by step, not yet seen by update_from_output: its output and requests
         self._preempted_req_ids, self._finished_req_ids = set(), set()  # for the next output
         self._arrivals, self._steps = count(), count()
 
@@ -132,7 +132,8 @@ class Scheduler:
 
     def _num_new_tokens(self, request: Request, num_computed_tokens: int, budget: int) -> int:
         """What the request lacks, up to the long-prefill threshold, unless it is alone, the budget and the model."""
-        num_new, threshold = request.num_tokens_with_spec - num_computed_tokens, self.long_prefill_token_threshold
+        num_known = request.num_tokens_with_spec + request.num_output_placeholders
+        num_new, threshold = num_known - num_computed_tokens, self.long_prefill_token_threshold
         if 0 < threshold < num_new and len(self.requests) > 1:
             num_new = threshold
         return min(num_new, budget, self.max_model_len - 1 - num_computed_tokens)
@@ -142,7 +143,7 @@ class Scheduler:
         self.running.remove(request)
         self.block_manager.free(request)
         request.status, request.spec_token_ids = RequestStatus.PREEMPTED, []
-        request.num_computed_tokens = request.num_in_flight_tokens = 0
+        request.num_computed_tokens = request.num_in_flight_tokens = request.num_output_placeholders = 0
         request.num_preemptions += 1
         self._preempted_req_ids.add(request.request_id)
         insort(self.waiting, request, key=lambda r: r.sort_key)
@@ -151,27 +152,27 @@ class Scheduler:
         """Freeze the step. From here on its tokens count as computed, though no kernel has run yet."""
         scheduled = []
         for request, num_new in shares.items():
-            name, start, num_spec = request.request_id, request.num_computed_tokens, 0
+            name, start, drafts = request.request_id, request.num_computed_tokens, ()
             request.num_computed_tokens = end = start + num_new
-            token_ids, num_missing = request.token_ids[start:end], request.num_tokens - end
+            token_ids, num_unknown = request.token_ids[start:end], end - request.num_tokens
             if request.spec_token_ids:
-                num_spec = max(0, -num_missing)
-                token_ids += request.spec_token_ids[:num_spec]
-                request.spec_token_ids = []
-            table = self.block_manager.block_table(name)
-            about = (num_spec, num_missing <= 0, request.sampling_params)
-            scheduled.append(ScheduledRequest(name, token_ids, start, table, *about))
+                drafts, request.spec_token_ids = request.spec_token_ids[: max(0, num_unknown)], []
+                token_ids += drafts
+            elif num_unknown > 0:
+                token_ids.append(-1)  # a step in flight is sampling it
+            about = (self.block_manager.block_table(name), len(drafts), num_unknown >= 0, request.sampling_params)
+            scheduled.append(ScheduledRequest(name, token_ids, start, *about))
             request.num_in_flight_tokens += num_new
         gone, num_free = (self._preempted_req_ids, self._finished_req_ids), self.block_manager.num_free_blocks
         self._preempted_req_ids, self._finished_req_ids = set(), set()
         output = SchedulerOutput(scheduled, *gone, num_free, next(self._steps))
-        self._in_flight[output.step] = [*shares]
+        self._in_flight[output.step] = output, [*shares]
         return output
 
     def update_from_output(self, output: SchedulerOutput, sampled_token_ids: list[list[int]]) -> list[Request]:
         """Append what the step sampled and return the requests that it finished. `sampled_token_ids` has one list per
-        scheduled request: empty for an unfinished prompt, else the accepted drafts and one token more. Tokens for a
-        request that was aborted meanwhile are dropped.
+        scheduled request: empty for an unfinished prompt, else the accepted drafts and one token more, or -1 for a
+        request that cannot go on. Tokens for a request that was aborted meanwhile are dropped.
 
         >>> scheduler = Scheduler(BlockManager(8, 4), max_num_seqs=2, max_num_batched_tokens=8, max_model_len=32)
         >>> scheduler.add_request(Request("A", [7, 8, 9], SamplingParams(max_tokens=2)))
@@ -180,7 +181,7 @@ class Scheduler:
         >>> scheduler.update_from_output(scheduler.schedule(), [[6]])[0].output_token_ids
         [5, 6]
         """
-        finished, requests = [], self._in_flight[output.step]
+        finished, (_, requests) = [], self._in_flight[output.step]
         for share, request, token_ids in zip(output.scheduled, requests, sampled_token_ids, strict=True):
             if request.status is not RequestStatus.RUNNING:
                 continue
@@ -188,8 +189,11 @@ class Scheduler:
             if share.num_spec_tokens:
                 request.num_computed_tokens -= share.num_spec_tokens + 1 - len(token_ids)  # rejected drafts
             for token_id in token_ids:
-                request.token_ids.append(token_id)
-                if self._check_stop(request, token_id):
+                if token_id < 0:  # its logits were not finite, and neither may be its K/V, which nobody may find
+                    request.status, request.num_computed_tokens = RequestStatus.FINISHED_ERROR, 0
+                else:
+                    request.token_ids.append(token_id)
+                if request.status.is_finished or self._check_stop(request, token_id):
                     self._finish(request)
                     finished.append(request)
                     break
@@ -219,9 +223,13 @@ class Scheduler:
             if (request := self.requests.get(request_id)) and request.status is RequestStatus.RUNNING:
                 request.spec_token_ids = list(token_ids)
 
-    def finish_request(self, request: Request, status: RequestStatus, stop_reason: int | str | None = None) -> None:
-        """End a request from outside, in whatever state it is: its text came to a stop string, or its caller left."""
+    def finish_request(self, request: Request, status: RequestStatus, stop_reason: int | str | None = None,
+                       num_tokens: int | None = None) -> None:
+        """End a request from outside, in whatever state it is: its caller left, or the text of its first `num_tokens`
+        tokens came to a stop string, and any after them are dropped.
+        """
         before, request.status, request.stop_reason = request.status, status, stop_reason
+        del request.token_ids[request.num_tokens if num_tokens is None else num_tokens :]
         if not before.is_finished:  # it may be, by the length that the last token of its stop string reached
             (self.running if before is RequestStatus.RUNNING else self.waiting).remove(request)
             self._finish(request)
@@ -231,14 +239,18 @@ class Scheduler:
         if request_id in self.requests:
             self.finish_request(self.requests[request_id], RequestStatus.FINISHED_ABORTED)
 
-    def requeue_step(self, output: SchedulerOutput) -> None:
-        """The step failed: put its requests back in waiting as if they had been preempted, K/V forgotten."""
-        self.running = [request for request in self.running if not request.status.is_finished]
-        for request in self._in_flight.pop(output.step, ()):
-            if request.status is RequestStatus.RUNNING:
+    def requeue_running(self) -> None:
+        """A step failed or was interrupted: all that run wait again as if preempted, and unwritten K/V is forgotten."""
+        for request in self.running[::-1]:
+            if not request.status.is_finished:
                 self._preempt(request)
-        self._preempted_req_ids |= output.preempted_req_ids
-        self._finished_req_ids |= output.finished_req_ids
+            elif request.request_id in self.requests:
+                self._finish(request)
+        self.running = []
+        for output, _ in self._in_flight.values():  # whoever is told who has gone may not have heard
+            self._preempted_req_ids |= output.preempted_req_ids
+            self._finished_req_ids |= output.finished_req_ids
+        self._in_flight.clear()
 
     def check(self) -> None:
         """Raise AssertionError unless the invariants hold; for tests, after every step."""

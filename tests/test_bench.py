@@ -29,7 +29,7 @@ from nanoserve.timeline import Timeline  # noqa: E402
 @pytest.fixture
 def clock(monkeypatch):
     """Simulated time: only steps and sleeping take any."""
-    now, execute = SimpleNamespace(time=1000.0), ModelRunner.execute
+    now, launch = SimpleNamespace(time=1000.0), ModelRunner.launch
 
     def pass_time(seconds):
         assert seconds >= 0
@@ -37,11 +37,11 @@ def clock(monkeypatch):
 
     def timed(self, output):
         pass_time(1e-3 * sum(len(share.token_ids) for share in output.scheduled))
-        return execute(self, output)
+        return launch(self, output)
 
     monkeypatch.setattr(time, "time", lambda: now.time)
     monkeypatch.setattr(time, "sleep", pass_time)
-    monkeypatch.setattr(ModelRunner, "execute", timed)
+    monkeypatch.setattr(ModelRunner, "launch", timed)
     return now
 
 

@@ -262,6 +262,7 @@ def test_a_step_runs_on_a_fake_cuda_device(name, architecture, graph, monkeypatc
                 if parameter is not None:
                     module._parameters[key] = torch.empty(parameter.shape, dtype=parameter.dtype, device=cuda)
         runner.model.rope_table = torch.empty(1024, 2, head_dim, device=cuda)
+        runner._sampled = torch.zeros(512, dtype=torch.int64, device=cuda)
         runner.kv_caches = [
             torch.zeros(2, 9, 256, 2, head_dim, dtype=torch.bfloat16, device=cuda)
             for _ in range(config.num_hidden_layers)

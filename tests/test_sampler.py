@@ -15,7 +15,7 @@ from transformers import (
 
 from nanoserve import SamplingParams
 from nanoserve import sampler as sampler_module
-from nanoserve.sampler import ROW, gather_logprobs, make_sampling_batch, sample, sampling_row
+from nanoserve.sampler import ROW, gather_logprobs, sample, sampling_row
 
 CPU = torch.device("cpu")
 DRAWS = 20_000
@@ -49,16 +49,12 @@ CASES = [
 ]
 
 
-def make_batch(params, vocab_size, device=CPU, positions=None):
-    asked = np.array([sampling_row(each) for each in params], ROW)
-    return make_sampling_batch(asked, np.array(positions or range(len(params))), vocab_size, device)
-
-
 def draw(logits, params, positions=None, generator=None):
     """One token a row, of a single row of logits for all or of one for each."""
     logits = logits.expand(len(params), -1) if logits.dim() == 1 else logits
-    batch = make_batch(params, logits.shape[1], logits.device, positions)
-    return sample(logits, batch, generator or torch.Generator(logits.device).manual_seed(0))
+    asked = np.array([sampling_row(each) for each in params], ROW)
+    generator = generator or torch.Generator(logits.device).manual_seed(0)
+    return sample(logits, asked, np.array(positions or range(len(params))), generator)
 
 
 def expected_probs(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=None):
@@ -136,9 +132,11 @@ def test_exactly_the_tokens_that_may_come_do(logits, params, kept):
 
 def keep(logits, **params):
     """Which tokens a row may draw, without drawing."""
-    batch = make_batch([SamplingParams(**params)], len(logits))
-    ((_, *cut),) = batch.cuts
-    return sampler_module._keep_likeliest((logits - logits.max())[None], *cut)[0] > -torch.inf
+    kept, real = [], sampler_module._keep_likeliest
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sampler_module, "_keep_likeliest", lambda *args: kept.append(real(*args)) or kept[0])
+        draw(logits, [SamplingParams(**params)])
+    return kept[0][0] > -torch.inf
 
 
 @pytest.mark.parametrize("top_p", [1e-300, 1e-4, 0.5, 0.999, 0.999999, 1 - 1e-7, 1 - 1e-15])
@@ -250,8 +248,7 @@ def test_rows_without_a_seed_differ_and_follow_the_generator():
 def test_logprobs_are_the_models_own_with_the_sampled_token_first():
     logits = torch.randn(6, 40, generator=torch.Generator().manual_seed(8))
     params = [SamplingParams(temperature=0.3, top_k=2, logprobs=n) for n in (0, 1, 3, None, 2, 0)]
-    batch = make_batch(params, 40)
-    assert batch.num_logprobs == 3
+    assert [sampling_row(each)[-1] for each in params] == [0, 1, 3, -1, 2, 0]
     token_ids = torch.tensor([0, 5, 39, 7, 7, 1])
     ids, logprobs, rank = gather_logprobs(logits, token_ids, 3)
     reference = logits.double().log_softmax(-1)
@@ -265,4 +262,3 @@ def test_logprobs_are_the_models_own_with_the_sampled_token_first():
 def test_logprobs_of_none_and_of_more_than_there_are(num_logprobs, width):
     ids, logprobs, rank = gather_logprobs(torch.tensor([[1.0, 2.0, 2.0, -torch.inf]]), torch.tensor([2]), num_logprobs)
     assert ids.shape == logprobs.shape == (1, width) and ids[0, 0] == 2 and rank.tolist() == [2]  # of two that tie
-    assert make_batch([SamplingParams()], 4).num_logprobs is None

@@ -445,7 +445,7 @@ def test_a_failed_step_puts_its_requests_back_and_leaves_the_others_alone():
     scheduler.abort_request("nobody")
     output = scheduler.schedule()
     assert shares(output) == {"A": 1, "B": 2, "C": 2}
-    scheduler.requeue_step(output)
+    scheduler.requeue_running()
     scheduler.check()
     assert names(scheduler.waiting) == ["A", "B", "C"] and not scheduler.running
     assert {name: request.token_ids for name, request in scheduler.requests.items()} == before
@@ -457,7 +457,7 @@ def test_what_a_failed_step_had_announced_is_announced_again():
     scheduler = make_scheduler()
     step(scheduler, make_request("done", 2, max_tokens=1), make_request("A", 3))
     output = scheduler.schedule()
-    scheduler.requeue_step(output)
+    scheduler.requeue_running()
     assert output.finished_req_ids == scheduler.schedule().finished_req_ids == {"done"}
 
 
@@ -467,7 +467,7 @@ def test_a_step_whose_results_were_unusable_can_be_requeued():
     output = scheduler.schedule()
     with pytest.raises(ValueError):
         scheduler.update_from_output(output, [[7]])  # one answer for two requests
-    scheduler.requeue_step(output)
+    scheduler.requeue_running()
     scheduler.check()
     assert names(scheduler.waiting) == ["A", "B"] and scheduler.block_manager.num_free_blocks == 8
 
@@ -476,9 +476,9 @@ def test_a_request_aborted_before_its_step_failed_stays_aborted():
     scheduler = make_scheduler(num_blocks=4)
     request = make_request("A", 4)
     scheduler.add_request(request)
-    output = scheduler.schedule()
+    scheduler.schedule()
     scheduler.abort_request("A")
-    scheduler.requeue_step(output)
+    scheduler.requeue_running()
     assert aborted(scheduler, request, free=4) and not scheduler.has_unfinished_requests
 
 
@@ -508,7 +508,7 @@ def test_a_block_promised_to_a_step_that_has_not_run_is_not_found(events):
         if event == "abort":
             scheduler.abort_request("A")
         elif event == "failure":
-            scheduler.requeue_step(output)
+            scheduler.requeue_running()
         else:
             scheduler.update_from_output(output, answer(output))
         scheduler.check()

@@ -188,7 +188,7 @@ class ShadowRun:
             sampled = self.runner.execute(output, prefixes, rng if failing else None)
         except StepFailed:
             self.abort_some(reuse_id=True)
-            scheduler.requeue_step(output)
+            scheduler.requeue_running()
             self.counts["failed steps"] += 1
         else:
             self.abort_some(reuse_id=True)

@@ -1,0 +1,51 @@
+"""Drafts by prompt lookup: what followed the last time the same few tokens stood there (Saxena 2023, "Prompt Lookup
+Decoding"; vLLM v1/spec_decode/ngram_proposer.py, whose answers these are).
+
+This module decides what is guessed. Whether a guess is right is decided by the model, in the step that computes it.
+"""
+
+from collections.abc import Iterable, Sequence
+
+from nanoserve.request import require, require_number
+
+
+class NgramProposer:
+    """The tokens after the first earlier occurrence of the longest suffix of prompt_lookup_min to _max tokens.
+
+    Each request has an index from its n-grams to where they first ended, so a new token costs the same at any length.
+    Raises ValueError for impossible options.
+    """
+
+    def __init__(self, method: str = "ngram", num_speculative_tokens: int | None = None,
+                 prompt_lookup_max: int | None = None, prompt_lookup_min: int | None = None):
+        require(method == "ngram", "speculative_config's method", "'ngram'", method)
+        # One bound alone is both, none is 5, as in vLLM.
+        bounds = (prompt_lookup_min or prompt_lookup_max or 5, prompt_lookup_max or prompt_lookup_min or 5)
+        names = ("num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max")
+        for name, value in zip(names, (num_speculative_tokens, *bounds), strict=True):
+            require_number(name, value, True, 1, 1000)
+        require(bounds[0] <= bounds[1], "prompt_lookup_min", f"at most prompt_lookup_max={bounds[1]}", bounds[0])
+        self.num_speculative_tokens, self.lengths = num_speculative_tokens, range(bounds[0], bounds[1] + 1)
+        self._index: dict[str, dict[tuple[int, ...], int]] = {}  # by request: n-gram -> where it first ended
+        self._num_indexed: dict[str, int] = {}
+
+    def propose(self, request_id: str, token_ids: Sequence[int]) -> list[int]:
+        """Drafts to follow token_ids, which only ever grow for one request_id; [] if there is nothing to go by.
+
+        >>> NgramProposer("ngram", 3, prompt_lookup_max=2, prompt_lookup_min=1).propose("r", [7, 8, 9, 5, 7, 8])
+        [9, 5, 7]
+        """
+        index, num_tokens = self._index.setdefault(request_id, {}), len(token_ids)
+        for end in range(self._num_indexed.get(request_id, 0) + 1, num_tokens + 1):
+            for n in self.lengths[: max(0, end - self.lengths[0] + 1)]:
+                index.setdefault(tuple(token_ids[end - n : end]), end)
+        self._num_indexed[request_id] = num_tokens
+        for n in reversed(self.lengths[: max(0, num_tokens - self.lengths[0] + 1)]):
+            if (end := index[tuple(token_ids[num_tokens - n :])]) < num_tokens:
+                return list(token_ids[end : end + self.num_speculative_tokens])
+        return []
+
+    def forget(self, request_ids: Iterable[str]) -> None:
+        for request_id in request_ids:
+            self._index.pop(request_id, None)
+            self._num_indexed.pop(request_id, None)
