@@ -35,7 +35,7 @@ from nanoserve import LLM, RequestOutput, SamplingParams, __version__, model_run
 from nanoserve.attention import group_rows
 from nanoserve.block_manager import BlockManager, cdiv
 from nanoserve.loader import find_model, load_config
-from nanoserve.model import CausalLM, PackedLinear
+from nanoserve.model import CausalLM, Linear
 from nanoserve.request import Request
 from nanoserve.sampler import sample
 from nanoserve.scheduler import Scheduler, StaticBatchScheduler
@@ -622,7 +622,7 @@ def time_host(llm: LLM, decoding: list[Job], chunked: list[Job], num_steps: int)
     for job in chunked:
         llm.add_request(job.name, job.prompt, job.params)
     llm.scheduler.long_prefill_token_threshold = 32
-    runner._forward = lambda groups, buffer, shape, out=None: logits[: shape.num_samples]
+    runner._forward = lambda groups, buffer, shape: logits[: shape.num_samples]
     watch.watch(llm.scheduler, "schedule", "schedule")
     watch.watch(llm.scheduler, "update_from_output", "update")
     watch.watch(runner, "launch", "execute")
@@ -649,8 +649,6 @@ def time_host(llm: LLM, decoding: list[Job], chunked: list[Job], num_steps: int)
 @command(running=([1, 8, 32],) * 2, context=(128, 128), steps=(40, 40))
 def breakdown(args: Namespace) -> list[dict]:
     """Where a decode step's time goes on a CPU: mean milliseconds of each part over --steps steps."""
-    import torch
-
     if args.cuda:
         sys.exit("breakdown times calls, and on CUDA these return before their work is done: pass --device cpu")
     lengths = [(args.context, args.steps + 2)] * max(args.running)
@@ -658,12 +656,11 @@ def breakdown(args: Namespace) -> list[dict]:
     llm, watch = make_llm(args, jobs, max_num_seqs=max(args.running)), Stopwatch()
     causal_lm = llm.runner.model
     for module in causal_lm.modules():
-        if isinstance(module, (PackedLinear, torch.nn.Linear)):
-            watch.watch(module, "forward", "linears")
+        if isinstance(module, Linear):
+            watch.watch(module, "forward", "logits" if module is causal_lm.lm_head else "layers")
         elif hasattr(module, "attend"):
             watch.watch(module, "attend", "attention")
     watch.watch(causal_lm, "forward", "model")
-    watch.watch(causal_lm, "compute_logits", "logits")
     watch.watch(model_runner, "sample", "sampling")
     watch.watch(llm, "_step", "step")
     for num_running in args.running:
@@ -675,8 +672,8 @@ def breakdown(args: Namespace) -> list[dict]:
         for _ in range(args.steps):
             llm._step()
         part = watch.seconds
-        row = {name: part[name] for name in ("step", "linears", "attention")}
-        row["elementwise and K/V"] = part["model"] + part["logits"] - part["linears"] - part["attention"]
+        row = {"step": part["step"], "linears": part["layers"] + part["logits"], "attention": part["attention"]}
+        row["elementwise and K/V"] = part["model"] - part["layers"] - part["attention"]
         row["sampling"] = part["sampling"]
         row["host"] = part["step"] - part["model"] - part["logits"] - part["sampling"]
         rows.append({"running": num_running} | {f"{name} (ms)": 1e3 * s / args.steps for name, s in row.items()})

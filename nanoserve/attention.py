@@ -16,6 +16,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from nanoserve.request import blame, require
+
 
 @dataclass(frozen=True, slots=True)
 class RowGroup:
@@ -163,28 +165,21 @@ class AttentionBackend:
     architectures: range = range(0)  # major compute capabilities: Ampere is 8, Hopper 9, Blackwell 10 and 12
     install: str = ""
 
-    def unfit(self, device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int | None) -> str | None:
-        """Why it cannot run there; None: it can."""
-        if block_size is not None and block_size % self.page_multiple:
-            return f"its block_size must be a multiple of {self.page_multiple}, not {block_size}"
+    def check(self, device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int | None) -> None:
+        """Raise ValueError unless it can run there."""
+        wanted = f"a multiple of {self.page_multiple}"
+        require(not (block_size or 0) % self.page_multiple, "block_size", wanted, block_size)
         if self.module is None:
-            return None
-        if device.type != "cuda":
-            return f"it needs a CUDA device, not {device.type}"
-        if dtype not in (torch.float16, torch.bfloat16):
-            return f"it needs float16 or bfloat16, not {dtype}"
-        if head_dim > 256 or head_dim % 8:
-            return f"it needs a head_dim that is a multiple of 8 up to 256, not {head_dim}"
-        try:
+            return
+        require(device.type == "cuda", "device", "a CUDA device", device.type)
+        require(dtype in (torch.float16, torch.bfloat16), "dtype", "float16 or bfloat16", dtype)
+        require(head_dim <= 256 and head_dim % 8 == 0, "head_dim", "a multiple of 8 up to 256", head_dim)
+        with blame(f"cannot import {self.module}, {self.install}"):  # not there, or built for another torch or CUDA
             function = getattr(import_module(self.module), self.function)
-        except Exception as error:  # not there, or built for another torch or CUDA, which shows in many ways
-            return f"{self.module} cannot be imported ({error}): {self.install}"
-        if self.argument not in signature(function).parameters:
-            return f"{self.function} of this version takes no {self.argument}: {self.install}"
+        arguments = [*signature(function).parameters]
+        require(self.argument in arguments, self.function, f"able to take {self.argument}, {self.install}", arguments)
         major, minor = torch.cuda.get_device_capability(device)
-        if major not in self.architectures:
-            return f"its kernels are not for this GPU (compute capability {major}.{minor})"
-        return None
+        require(major in self.architectures, "compute capability", "one its kernels are for", f"{major}.{minor}")
 
 
 BACKENDS = (  # best first
@@ -209,9 +204,10 @@ def select_backend(name: str, block_size: int | None, device: torch.device, dtyp
     """The named backend, or for "auto" the best that can run. Raises ValueError saying why one cannot."""
     for backend in BACKENDS:
         if name in ("auto", backend.name):
-            reason = backend.unfit(device, dtype, head_dim, block_size)
-            if reason is None:
+            try:
+                backend.check(device, dtype, head_dim, block_size)
                 return backend
-            if name != "auto":
-                raise ValueError(f"attention_backend={name!r} cannot run: {reason}")
+            except ValueError as error:
+                if name != "auto":
+                    raise ValueError(f"attention_backend={name!r} cannot run: {error}") from error
     raise ValueError(f"attention_backend must be auto, {', '.join(b.name for b in BACKENDS)}, got {name!r}")

@@ -68,7 +68,7 @@ class DecodeGraphs:
     """A graph for each size, over one input buffer, one output buffer and one pool of memory.
 
     `pack(size)` returns a step of `size` rows of padding, its integers in host memory and its StepShape first.
-    `run(buffer, shape, logits)` computes the step in the device's buffer, into logits [size, vocab_size].
+    `run(buffer, shape)` computes the step in the device's buffer: logits [size, vocab_size].
     """
 
     def __init__(self, sizes: list[int], pack: Callable[[int], tuple], run: Callable, logits: torch.Tensor):
@@ -79,8 +79,11 @@ class DecodeGraphs:
         for size in tqdm(sizes[::-1], desc="nanoserve: capturing CUDA graphs"):  # the largest makes room for all
             packed, shape, *_ = pack(size)
             self._load(packed)
-            self._graphs[size] = capture(partial(run, self.buffer, shape, logits[:size]), pool)
+            self._graphs[size] = capture(partial(self._compute, run, shape), pool)
             pool = self._graphs[size].pool()
+
+    def _compute(self, run: Callable, shape: StepShape) -> None:
+        self.logits[: shape.num_rows].copy_(run(self.buffer, shape), non_blocking=True)
 
     def _load(self, packed: torch.Tensor) -> None:
         self.buffer[: len(packed)].copy_(packed, non_blocking=True)

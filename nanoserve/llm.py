@@ -19,11 +19,11 @@ from nanoserve.async_scheduler import AsyncScheduler
 from nanoserve.block_manager import BlockManager
 from nanoserve.config import EngineConfig
 from nanoserve.detokenizer import Detokenizer
-from nanoserve.loader import blame, find_model, load_config, load_tokenizer
+from nanoserve.loader import find_model, load_config, load_tokenizer
 from nanoserve.model_runner import ModelRunner, TokenLogprobs
 from nanoserve.ngram import NgramProposer
 from nanoserve.request import (CompletionOutput, Logprob, Request, RequestMetrics, RequestOutput, RequestStatus,
-                               SamplingParams, require)
+                               SamplingParams, blame, require)
 from nanoserve.scheduler import ScheduledRequest, Scheduler, SchedulerOutput
 
 Prompt = str | Sequence[int] | dict[str, Any]  # a text, token ids, {"prompt": text} or {"prompt_token_ids": ids}

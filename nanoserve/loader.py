@@ -6,8 +6,7 @@ and no code of a checkpoint is run.
 """
 
 import json
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +14,9 @@ import torch
 
 from nanoserve.attention import Attend
 from nanoserve.model import CausalLM, check_supported, compute_rope_table
+from nanoserve.request import blame
 
 _PATTERNS = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]
-
-
-@contextmanager
-def blame(what: str) -> Iterator[None]:
-    """Whatever the block raises, and libraries raise many things over a bad file, becomes a ValueError."""
-    try:
-        yield
-    except Exception as error:
-        raise ValueError(f"{what}: {error}") from error
 
 
 def find_model(model: str) -> Path:
@@ -71,16 +62,16 @@ def load_model(folder: Path, config: Any, attend: Attend, max_model_len: int, dt
     with torch.device("meta"):
         model = CausalLM(config, attend).to(dtype)
     with ExitStack() as stack:
-        if dummy:
-            model.to_empty(device=device)
-            generator = torch.Generator(device).manual_seed(0)
-            for parameter in model.parameters():
-                parameter.data.normal_(0, 0.02, generator=generator)
-        else:
-            files = _open_shards(folder, stack)
+        files = {} if dummy else _open_shards(folder, stack)
+        if not dummy:
             _check_tensors(dict(model.checkpoint_tensors()), files, config.tie_word_embeddings)
-            model.to_empty(device=device)
-            for name, target in model.checkpoint_tensors():
+        model.to_empty(device=device)
+        model.tie_weights()
+        generator = torch.Generator(device).manual_seed(0)
+        for name, target in model.checkpoint_tensors():
+            if dummy:
+                target.data.normal_(0, 0.02, generator=generator)
+            else:
                 target.data.copy_(files[name].get_tensor(name))
     model.rope_table = compute_rope_table(config, max_model_len, device)
     return model.eval().requires_grad_(False)

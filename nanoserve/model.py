@@ -89,25 +89,23 @@ class Elementwise:
             setattr(self, name, torch.compile(function, dynamic=True))
 
 
-class FusedLinear(nn.Linear):
-    """Several of the checkpoint's linears over the same input as one matrix product; `parts` names and sizes them."""
+class Linear(nn.Linear):
+    """The checkpoint's linears over the same input as one matrix product; `parts` names them and sizes their outputs.
 
-    def __init__(self, in_features: int, parts: dict[str, int], bias: bool):
-        super().__init__(in_features, sum(parts.values()), bias=bias)
-        self.parts = parts
-
-
-class PackedLinear(nn.Module):
-    """A linear on a CPU whose float32 weight is laid out for oneDNN once, instead of read by MKL as it comes.
-
-    Its results differ from nn.Linear's in the last bits only; measured, it is the faster one from about 4 rows on.
+    `pack` lays a float32 weight out for oneDNN, on a CPU, where MKL reads it as it comes. Results differ in the last
+    bits only; measured, it is the faster one from about 4 rows on.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None):
-        super().__init__()
-        self.packed, self.bias = torch.ops.mkldnn._reorder_linear_weight(weight.detach()), bias
+    def __init__(self, in_features: int, parts: dict[str, int], bias: bool = False):
+        super().__init__(in_features, sum(parts.values()), bias)
+        self.parts, self.packed = parts, None
+
+    def pack(self) -> None:
+        self.packed, self.weight = torch.ops.mkldnn._reorder_linear_weight(self.weight.detach()), None
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.packed is None:
+            return super().forward(x)
         return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
 
 
@@ -119,8 +117,8 @@ class Attention(nn.Module):
         self.heads = num_heads, num_kv_heads = config.num_attention_heads, config.num_key_value_heads
         q_size, kv_size = num_heads * self.head_dim, num_kv_heads * self.head_dim
         parts, bias = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}, getattr(config, "attention_bias", False)
-        self.qkv_proj = FusedLinear(config.hidden_size, parts, bias=bias or ARCHITECTURES[architecture])
-        self.o_proj = nn.Linear(q_size, config.hidden_size, bias=bias)
+        self.qkv_proj = Linear(config.hidden_size, parts, bias or ARCHITECTURES[architecture])
+        self.o_proj = Linear(q_size, {"o_proj": config.hidden_size}, bias)
         has_norm = architecture == "Qwen3ForCausalLM"
         self.q_norm, self.k_norm = (nn.RMSNorm(self.head_dim, self.eps) if has_norm else None for _ in range(2))
 
@@ -139,8 +137,8 @@ class MLP(nn.Module):
     def __init__(self, config: Any, ops: Elementwise):
         super().__init__()
         bias, size, self.ops = getattr(config, "mlp_bias", False), config.intermediate_size, ops
-        self.gate_up_proj = FusedLinear(config.hidden_size, {"gate_proj": size, "up_proj": size}, bias=bias)
-        self.down_proj = nn.Linear(size, config.hidden_size, bias=bias)
+        self.gate_up_proj = Linear(config.hidden_size, {"gate_proj": size, "up_proj": size}, bias)
+        self.down_proj = Linear(size, {"down_proj": config.hidden_size}, bias)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(self.ops.silu_and_mul(self.gate_up_proj(x)))
@@ -173,9 +171,14 @@ class CausalLM(nn.Module):
         self.model.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.model.layers = nn.ModuleList(DecoderLayer(config, attend, ops) for _ in range(config.num_hidden_layers))
         self.model.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
-        tied = config.tie_word_embeddings  # then the embedding's rows are the output's too
-        self.lm_head = None if tied else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = Linear(config.hidden_size, {"lm_head": config.vocab_size})
+        if config.tie_word_embeddings:
+            self.lm_head.weight = None  # the loader's tie_weights() makes it the embedding's
         self.rope_table = torch.empty(0)  # set by the loader: it is computed, not loaded
+
+    def tie_weights(self) -> None:
+        if self.lm_head.weight is None:
+            self.lm_head.weight = self.model.embed_tokens.weight
 
     def forward(self, input_ids: Tensor, positions: Tensor, kv_caches: list[Tensor],
                 metadata: AttentionMetadata) -> Tensor:
@@ -187,28 +190,11 @@ class CausalLM(nn.Module):
             x, residual = layer(x, residual, rope, kv_cache, metadata)
         return self.ops.add_rms_norm(x, residual, self.model.norm.weight, self.model.norm.eps)[0]
 
-    def compute_logits(self, hidden_states: Tensor, out: Tensor | None = None) -> Tensor:
-        """Logits [num_rows, vocab_size] for the hidden states of the rows that sample, in `out` if it is given."""
-        if isinstance(self.lm_head, PackedLinear):
-            return self.lm_head(hidden_states) if out is None else out.copy_(self.lm_head(hidden_states))
-        weight = (self.lm_head or self.model.embed_tokens).weight
-        return F.linear(hidden_states, weight) if out is None else torch.mm(hidden_states, weight.t(), out=out)
-
-    def pack(self) -> None:
-        """Replace every linear by a PackedLinear; the weights they had are given up, but for a tied embedding."""
-        for parent in [module for module in self.modules() if not isinstance(module, nn.Linear)]:
-            for name, child in list(parent.named_children()):
-                if isinstance(child, nn.Linear):  # one parent's at a time, so memory is not taken twice
-                    setattr(parent, name, PackedLinear(child.weight, child.bias))
-        self.lm_head = self.lm_head or PackedLinear(self.model.embed_tokens.weight, None)
-
     def checkpoint_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor a checkpoint must bring, by Hugging Face's name, as a view of where it goes."""
-        for prefix, module in self.named_modules():
-            for kind, parameter in module.named_parameters(recurse=False):
-                if isinstance(module, FusedLinear):
-                    pieces = parameter.split(list(module.parts.values()))
-                    for name, piece in zip(module.parts, pieces, strict=True):
-                        yield f"{prefix.rpartition('.')[0]}.{name}.{kind}", piece
-                else:
-                    yield f"{prefix}.{kind}", parameter
+        for name, parameter in self.named_parameters():
+            prefix, _, kind = name.rpartition(".")
+            module, parent = self.get_submodule(prefix), prefix.rpartition(".")[0]
+            parts = module.parts if isinstance(module, Linear) else {prefix.rpartition(".")[2]: len(parameter)}
+            for part, piece in zip(parts, parameter.split(list(parts.values())), strict=True):
+                yield f"{parent}.{part}.{kind}".lstrip("."), piece

@@ -4,14 +4,13 @@ This module decides how a step's shares are laid out for the device and how many
 is computed, and sees requests only as the scheduler's frozen shares.
 """
 
-import os
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from itertools import chain, takewhile
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -22,8 +21,8 @@ from nanoserve.block_manager import cdiv
 from nanoserve.config import EngineConfig
 from nanoserve.cuda_graph import DecodeGraphs, StepShape, graph_sizes
 from nanoserve.loader import load_model
-from nanoserve.model import get_head_dim
-from nanoserve.request import SamplingParams
+from nanoserve.model import Linear, get_head_dim
+from nanoserve.request import SamplingParams, blame
 from nanoserve.sampler import ROW, gather_logprobs, sample, sampling_row
 from nanoserve.scheduler import ScheduledRequest, SchedulerOutput
 
@@ -32,8 +31,7 @@ CPU_CACHE_BYTES = 4 * GiB
 TokenLogprobs = tuple[list[int], list[float], int]  # ids and logprobs, of the sampled token first; its rank
 
 
-@dataclass(frozen=True, slots=True)
-class ModelRunnerOutput:
+class ModelRunnerOutput(NamedTuple):
     """What a step produced, one entry per scheduled request, in scheduling order."""
 
     sampled_token_ids: list[list[int]]  # [] for an unfinished prompt
@@ -59,8 +57,9 @@ class ModelRunner:
         self.model = load_model(folder, hf_config, attend, self.max_model_len, self.dtype, self.device, dummy)
         self.num_layers, self.block_shape = hf_config.num_hidden_layers, (self.block_size, num_kv_heads, head_dim)
         self.block_bytes = 2 * self.num_layers * int(np.prod(self.block_shape)) * self.dtype.itemsize
-        wanted, is_cuda = config.async_scheduling, self.device.type == "cuda"
-        self.async_scheduling = is_cuda and not config.speculative_config if wanted is None else wanted
+        is_cuda = self.device.type == "cuda"
+        by_default = is_cuda and config.speculative_config is None
+        self.async_scheduling = by_default if config.async_scheduling is None else config.async_scheduling
         self._worker = ThreadPoolExecutor(1) if self.async_scheduling and not is_cuda else None
         # A row for each running request, the last one for padding: block table, its length, sampling parameters.
         self._table = np.zeros((config.max_num_seqs + 1, cdiv(self.max_model_len, self.block_size)), dtype=np.int32)
@@ -71,14 +70,15 @@ class ModelRunner:
         self._sample_index = np.zeros(config.max_num_seqs + 1, np.int64)
         self.generator = torch.Generator(self.device)
         self.graphs: DecodeGraphs | None = None
-        if self.device.type == "cuda":
+        if is_cuda:
             self._warm_up(config)
         elif self.device.type == "cpu" and self.dtype is torch.float32 and torch.backends.mkldnn.is_available():
-            self.model.pack()
+            for module in filter(lambda module: isinstance(module, Linear), self.model.modules()):
+                module.pack()
         self.num_blocks = config.num_gpu_blocks_override or self._fit_blocks(config)
         self.kv_caches = self._make_caches(self.num_blocks)
         self._table[-1] = self.num_blocks
-        if self.device.type == "cuda" and not config.enforce_eager and attend is not attend_torch:
+        if is_cuda and not config.enforce_eager and attend is not attend_torch:
             self.capture_graphs(min(config.max_num_seqs, config.max_num_batched_tokens))
         self.generator.manual_seed(config.seed % 2**63)
 
@@ -102,32 +102,25 @@ class ModelRunner:
             free, total = torch.cuda.mem_get_info(self.device)
             # Weights and the largest step's activations: nothing was given back since it ran.
             ours = torch.cuda.memory_reserved(self.device)
-            space = int(min(total * config.gpu_memory_utilization - ours, free * 0.95))
-            detail = f"of {total / GiB:.2f} GiB, weights and activations take {ours / GiB:.2f}, "
-            detail += f"CUDA and other processes {(total - free - ours) / GiB:.2f}"
-            print(f"nanoserve: {detail}", file=sys.stderr)
+            space, others = min(total * config.gpu_memory_utilization - ours, free * 0.95), total - free - ours
+            print(f"nanoserve: of {total / GiB:.2f} GiB, weights and activations take {ours / GiB:.2f}, CUDA and other "
+                  f"processes {others / GiB:.2f}", file=sys.stderr)
         else:
-            known = hasattr(os, "sysconf")  # not on Windows
-            memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if known else 4 * CPU_CACHE_BYTES
-            space, detail = min(CPU_CACHE_BYTES, memory // 4), f"of {memory / GiB:.2f} GiB"
+            space = CPU_CACHE_BYTES
         num_wanted = cdiv(self.max_model_len, self.block_size)
-        num_blocks = min(space // self.block_bytes - 1, config.max_num_seqs * num_wanted)
+        num_blocks = min(int(space // self.block_bytes) - 1, config.max_num_seqs * num_wanted)
         if num_blocks < num_wanted:
-            raise ValueError(
-                f"one request of max_model_len={self.max_model_len} needs {num_wanted * self.block_bytes / GiB:.2f} "
-                f"GiB of K/V cache, there is room for {max(space, 0) / GiB:.2f} ({detail}): lower it, max_num_seqs or "
-                f"max_num_batched_tokens, or raise gpu_memory_utilization={config.gpu_memory_utilization}"
-            )
+            need, room = num_wanted * self.block_bytes / GiB, max(space, 0) / GiB
+            raise ValueError(f"one request of max_model_len={self.max_model_len} needs {need:.2f} GiB of K/V cache, "
+                             f"there is room for {room:.2f}: lower it, max_num_seqs or max_num_batched_tokens, or "
+                             f"raise gpu_memory_utilization={config.gpu_memory_utilization}")
         return num_blocks
 
     def _make_caches(self, num_blocks: int) -> list[Tensor]:
         """Zeros, not garbage: a masked key weighs 0, but 0 times NaN is NaN. Raises ValueError if memory is short."""
         shape = (2, num_blocks + 1, *self.block_shape)
-        try:
+        with blame(f"no room for {num_blocks} K/V blocks, lower num_gpu_blocks_override or gpu_memory_utilization"):
             return [torch.zeros(shape, dtype=self.dtype, device=self.device) for _ in range(self.num_layers)]
-        except RuntimeError as error:
-            size = f"{num_blocks} blocks of K/V cache, {num_blocks * self.block_bytes / GiB:.2f} GiB"
-            raise ValueError(f"no room for {size}: lower num_gpu_blocks_override or gpu_memory_utilization") from error
 
     @torch.inference_mode()
     def capture_graphs(self, max_batch_size: int) -> None:
@@ -136,14 +129,14 @@ class ModelRunner:
         logits = torch.empty(max_batch_size, vocab_size, dtype=self.dtype, device=self.device)
         self.graphs = DecodeGraphs(sizes, partial(self._pack, []), partial(self._forward, ()), logits)
 
-    def _forward(self, groups: tuple, buffer: Tensor, shape: StepShape, out: Tensor | None = None) -> Tensor:
-        """Write K/V of the step in `buffer`, and compute its logits [num_samples, vocab_size], in `out` if given."""
+    def _forward(self, groups: tuple, buffer: Tensor, shape: StepShape) -> Tensor:
+        """Write K/V of the step in `buffer`, and compute its logits [num_samples, vocab_size]."""
         input_ids, positions, slots, samples, cu_q, cu_k, lens, table = shape.views(buffer)
         metadata = AttentionMetadata(cu_q, lens, cu_k, *shape[-2:], table, slots, groups)  # max_seqlen_q, max_seqlen_k
         sampled = self._sampled.index_select(0, (-1 - input_ids).clamp_(min=0))
         input_ids = torch.where(input_ids < 0, sampled, input_ids)
         hidden_states = self.model(input_ids, positions, self.kv_caches, metadata)
-        return self.model.compute_logits(hidden_states.index_select(0, samples.narrow(0, 0, shape.num_samples)), out)
+        return self.model.lm_head(hidden_states.index_select(0, samples.narrow(0, 0, shape.num_samples)))
 
     def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
         """Run one step: K/V of every share is written, and the shares that reached their end sample."""

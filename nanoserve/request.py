@@ -15,7 +15,8 @@ Is the sampled token counted yet? The question every reader of a scheduler asks;
     schedule() gives it 7              7               7              2    recompute (chapter 2.2, section 6.3)
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import InitVar, dataclass, field
 from enum import IntEnum
 
@@ -36,6 +37,15 @@ def require_number(name: str, value: object, integer: bool, low: float, high: fl
     ok = isinstance(value, int if integer else int | float) and not isinstance(value, bool) and low <= value <= high
     wanted = f"{'an integer' if integer else 'a number'} in [{low}, {high}]"
     require(ok or (optional and value is None), name, wanted, value)
+
+
+@contextmanager
+def blame(what: str) -> Iterator[None]:
+    """Whatever the block raises, and libraries raise many things over a bad file, becomes a ValueError."""
+    try:
+        yield
+    except Exception as error:
+        raise ValueError(f"{what}: {error}") from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -134,12 +134,10 @@ def test_a_replayed_step_keeps_each_kernels_contract(name, block_size, fake_grap
 
 def test_graphs_are_captured_largest_first_in_one_pool(fake_graphs, llama, capsys):
     runner = make_runner(llama[0], 20)
-    buffers, shapes, logits = zip(*(graph.run.args[-3:] for graph in fake_graphs), strict=True)
+    shapes = [graph.run.args[-1] for graph in fake_graphs]
     assert [shape.num_rows for shape in shapes] == [20, 16, 8, 4, 2, 1]
     assert fake_graphs[0].given_pool is None
     assert all(graph.given_pool == fake_graphs[0].pool() for graph in fake_graphs[1:])
-    assert {each.data_ptr() for each in buffers} == {runner.graphs.buffer.data_ptr()}
-    assert {each.data_ptr() for each in logits} == {runner.graphs.logits.data_ptr()}
     assert runner.graphs.logits.shape == (20, 288)
     assert "capturing CUDA graphs" in capsys.readouterr().err
 

@@ -43,9 +43,10 @@ pytestmark = [
 @pytest.fixture(params=KERNELS)
 def kernel(request):
     """Each backend that this machine can run; the reason why not, for the others."""
-    reason = KERNELS[request.param].unfit(torch.device(DEVICE), torch.float16, 64, None)
-    if reason is not None:
-        pytest.skip(f"{request.param}: {reason}")
+    try:
+        KERNELS[request.param].check(torch.device(DEVICE), torch.float16, 64, None)
+    except ValueError as error:
+        pytest.skip(f"{request.param}: {error}")
     return KERNELS[request.param]
 
 

@@ -134,7 +134,7 @@ def test_a_step_brings_one_tensor_there_and_one_back(graph, fake_graphs, monkeyp
     """Mixed or decode-only, replayed or not: one copy of all integers, one of the sampled ids, and no other wait."""
     runner = make_runner(llama[0], attention_backend="flash_attn_3", block_size=4, max_num_seqs=8)
     logits = torch.zeros(8, 288)  # of a model that is a stub here, since stand-ins for kernels read values
-    monkeypatch.setattr(runner, "_forward", lambda groups, buffer, shape, out=None: logits[: shape.num_samples])
+    monkeypatch.setattr(runner, "_forward", lambda groups, buffer, shape: logits[: shape.num_samples])
     if graph:
         runner.capture_graphs(8)
     decodes = [ScheduledRequest(str(i), [i], 5 + i, [i, i + 8, i + 16], 0, True, GREEDY) for i in range(4)]
@@ -142,7 +142,7 @@ def test_a_step_brings_one_tensor_there_and_one_back(graph, fake_graphs, monkeyp
     for shares in (decodes, [*decodes, chunk], [chunk]):
         output = SchedulerOutput(shares, set(), set(), 0, 0)
         calls = count_moves(monkeypatch, lambda output=output: runner.execute(output))
-        expected = Counter(["copy_" if graph and chunk not in shares else "to"])
+        expected = Counter(["copy_", "copy_"] if graph and chunk not in shares else ["to"])  # there, and of logits
         assert calls == (expected if shares == [chunk] else expected + Counter(["to", "tolist"]))
 
 
@@ -226,14 +226,11 @@ def test_an_impossible_size_says_the_numbers_and_what_would_help(total, ours, ot
     for part in (
         "max_model_len=4096",
         "needs 0.25 GiB",
-        f"of {total:.2f} GiB",
-        f"{ours:.2f}",
-        f"processes {others:.2f}",
     ):
         assert part in text
     for option in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "gpu_memory_utilization=0.9"):
         assert option in text
-    assert "-" not in text.split("there is room for")[1].split("(")[0]
+    assert "-" not in text.split("there is room for")[1].split(":")[0]
 
 
 def test_no_more_blocks_than_all_requests_together_can_use(monkeypatch, llama):
@@ -249,7 +246,7 @@ def test_the_number_of_blocks_that_was_asked_for_wins_and_one_more_is_for_paddin
 
 
 def test_caches_that_find_no_memory_say_what_would_help(llama):
-    with pytest.raises(ValueError, match="no room for .* blocks of K/V cache, .* GiB: lower num_gpu_blocks_override"):
+    with pytest.raises(ValueError, match="no room for .* K/V blocks, lower num_gpu_blocks_override"):
         make_runner(llama[0], num_gpu_blocks_override=2**50)
 
 
@@ -269,10 +266,10 @@ def test_the_warm_up_runs_the_largest_step_and_leaves_nothing(max_num_seqs, budg
     runner._table[-1] = 0
     shapes, sampled, real, real_sample = [], [], runner._forward, model_runner.sample
 
-    def forward(groups, buffer, shape, out=None):
+    def forward(groups, buffer, shape):
         shapes.append(shape)
         assert (shape.views(buffer)[2] < 4).all() and len(runner.kv_caches[0][0]) == 1  # the one block there is
-        return real(groups, buffer, shape, out)
+        return real(groups, buffer, shape)
 
     def sample(logits, asked, *args):
         sampled.append(len(logits))

@@ -30,7 +30,7 @@ def test_logits_equal_transformers(tiny_model, budget):
     prompt = torch.randint(288, (50,), generator=torch.Generator().manual_seed(1)).tolist()
     llm.generate([prompt], SamplingParams(temperature=0, max_tokens=1), use_tqdm=False)
     assert len(hidden) == -(-len(prompt) // budget)
-    logits = llm.runner.model.compute_logits(torch.cat(hidden))
+    logits = llm.runner.model.lm_head(torch.cat(hidden))
     with torch.no_grad():
         expected = model(torch.tensor([prompt])).logits[0]
     assert expected.std() > 0.5  # a model that says nothing would agree with anything
