@@ -22,6 +22,8 @@ class AsyncScheduler(Scheduler):
     A token sampled for a request that was preempted meanwhile is dropped and sampled again: its K/V is gone anyway.
     """
 
+    runs_ahead = True
+
     def _num_new_tokens(self, request: Request, num_computed_tokens: int, budget: int) -> int:
         if request.num_tokens + request.num_output_placeholders >= request.max_num_tokens:
             return 0  # its last token is being sampled

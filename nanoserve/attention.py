@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from inspect import signature
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -24,7 +25,7 @@ class RowGroup:
     """Rows, or pieces of rows, that have the same number of queries and contexts of similar length."""
 
     tokens: torch.Tensor | slice  # [rows * queries] int64, which rows of q; slice(None): all, in their order
-    blocks: torch.Tensor  # [rows * blocks] int64, padded with any block
+    blocks: torch.Tensor  # [rows * blocks] int64, padded with the row's last block
     bias: torch.Tensor  # [rows, 1, group * queries, blocks * block_size], 0 where a query sees a key, else -inf
 
 
@@ -96,7 +97,7 @@ def group_rows(cu_seqlens_q: np.ndarray, context_lens: np.ndarray, block_table: 
     keys = np.unique(group_key)
     for key in keys:
         members = np.flatnonzero(group_key == key)
-        size, width = queries[members[0]], num_blocks[members].max()
+        size, width = int(queries[members[0]]), int(num_blocks[members].max())
         tokens = (cu_seqlens_q[row[members]] + begin[members])[:, None] + np.arange(size)
         positions = last_position[members, None] - size + 1 + np.arange(size)
         # A query's bias is zeros up to its position: a window of one line of zeros and then -inf.
@@ -104,7 +105,8 @@ def group_rows(cu_seqlens_q: np.ndarray, context_lens: np.ndarray, block_table: 
         line[width * block_size :] = -torch.inf
         bias = line.unfold(0, width * block_size, 1)[torch.from_numpy(width * block_size - 1 - positions)]
         bias = bias[:, None, None].expand(-1, 1, num_heads_per_kv_head, -1, -1).flatten(2, 3)
-        blocks = torch.from_numpy(block_table[row[members], :width].astype(np.int64).ravel())
+        columns = np.minimum(np.arange(width), num_blocks[members, None] - 1)  # 0 times another's NaN would be NaN
+        blocks = torch.from_numpy(block_table[row[members, None], columns].astype(np.int64).ravel())
         index = torch.from_numpy(tokens.ravel()).to(device) if len(keys) > 1 else slice(None)
         groups.append(RowGroup(index, blocks.to(device), bias.to(device)))
     return tuple(groups)
@@ -133,8 +135,8 @@ def attend_flash_attn(q: torch.Tensor, kv_cache: torch.Tensor, metadata: Attenti
     if metadata.max_seqlen_q == 1:
         rows = dict(cache_seqlens=metadata.context_lens, block_table=metadata.block_table)
         return flash_attn_with_kvcache(q.unsqueeze(1), *kv_cache, **rows, causal=True, num_splits=1).squeeze(1)
-    rows = (metadata.cu_seqlens_q, metadata.cu_seqlens_k, metadata.max_seqlen_q, metadata.max_seqlen_k)
-    return flash_attn_varlen_func(q, *kv_cache, *rows, causal=True, block_table=metadata.block_table)
+    lens = (metadata.cu_seqlens_q, metadata.cu_seqlens_k, metadata.max_seqlen_q, metadata.max_seqlen_k)
+    return flash_attn_varlen_func(q, *kv_cache, *lens, causal=True, block_table=metadata.block_table)
 
 
 def attend_torch_varlen(q: torch.Tensor, kv_cache: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
@@ -146,9 +148,10 @@ def attend_torch_varlen(q: torch.Tensor, kv_cache: torch.Tensor, metadata: Atten
     from torch.nn.attention.varlen import varlen_attn
 
     window = (-1, 0) if metadata.max_seqlen_q > 1 else (-1, -1)
-    rows = (metadata.cu_seqlens_q, metadata.cu_seqlens_k, metadata.max_seqlen_q, metadata.max_seqlen_k)
-    pages = dict(seqused_k=metadata.context_lens, block_table=metadata.block_table, num_splits=1)
-    return varlen_attn(q, *kv_cache, *rows, window_size=window, enable_gqa=True, **pages)
+    lens: Any = (metadata.cu_seqlens_q, metadata.cu_seqlens_k, metadata.max_seqlen_q, metadata.max_seqlen_k)
+    pages: Any = dict(seqused_k=metadata.context_lens, block_table=metadata.block_table, num_splits=1)
+    out = varlen_attn(q, kv_cache[0], kv_cache[1], *lens, window_size=window, enable_gqa=True, **pages)
+    return cast(torch.Tensor, out)
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,9 +63,6 @@ class BlockManager:
         """Blocks no request holds, those that could still be hit included."""
         return len(self._free)
 
-    def is_free(self, block: int) -> bool:
-        return block in self._free
-
     def block_table(self, request_id: str) -> list[int]:
         """The ids of the blocks that hold the request's tokens, in order; not to be changed."""
         holding = self._held.get(request_id)

@@ -70,15 +70,17 @@ class EngineConfig:
         require(isinstance(self.scheduler_cls or type, type), "scheduler_cls", "a class", self.scheduler_cls)
         drafts = self.speculative_config
         require(drafts is None or isinstance(drafts, dict), "speculative_config", "None or a dict", drafts)
-        both = bool(drafts and self.async_scheduling)
-        require(not both, "async_scheduling", "False where n-gram drafts need the tokens on the host", True)
+        ahead = self.async_scheduling or getattr(self.scheduler_cls, "runs_ahead", False)
+        pair = (self.async_scheduling, self.scheduler_cls)
+        name = "async_scheduling, or its scheduler_cls,"
+        require(drafts is None or not ahead, name, "off where drafts need the tokens on the host", pair)
 
     def for_model(self, hf_config: Any, vocab_size: int) -> "EngineConfig":
         """This config with what the checkpoint decides. Raises ValueError if max_model_len is beyond the model's."""
         rope = getattr(hf_config, "rope_parameters", None) or {}
         limit = hf_config.max_position_embeddings
         if rope.get("rope_type") in ("linear", "dynamic", "yarn"):
-            limit = max(limit, int(rope.get("factor", 1) * (rope.get("original_max_position_embeddings") or limit)))
+            limit = max(limit, int((rope.get("factor") or 1) * (rope.get("original_max_position_embeddings") or limit)))
         if self.max_model_len is not None and self.max_model_len > limit:
             raise ValueError(f"max_model_len={self.max_model_len} is more than the model's {limit} positions")
         return replace(self, hf_config=hf_config, vocab_size=vocab_size, max_model_len=self.max_model_len or limit)

@@ -32,7 +32,7 @@ class Detokenizer:
         self._skipped = {token_id for token_id, token in added if token.special}
         window: list[int] = []
         for token_id in reversed(prompt_token_ids):
-            if len(window) >= CONTEXT and not BYTE_TOKEN.fullmatch(self._spell(window[-1])):
+            if len(window) >= CONTEXT and not BYTE_TOKEN.fullmatch(self._spell(window[-1]) or ""):
                 break
             window += [token_id] if self._spell(token_id) else []
         self._window = window[::-1]
@@ -64,7 +64,7 @@ class Detokenizer:
 
     def _extend(self, finished: bool) -> str | None:
         """Look for stop strings in all there is; add to `text` what is certain."""
-        in_run = not finished and self._window and BYTE_TOKEN.fullmatch(self._spell(self._window[-1]))
+        in_run = not finished and self._window and BYTE_TOKEN.fullmatch(self._spell(self._window[-1]) or "")
         if in_run and len(self._window) > 4 * CONTEXT:
             return None  # a long run is decoded once, when it has ended
         text = self._decode(self._window)

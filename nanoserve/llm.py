@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import count
 from threading import RLock
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -38,7 +38,8 @@ class _RequestState:
     def __init__(self, request: Request, prompt: str | None, tokenizer: Any):
         params = request.sampling_params
         self.request, self.prompt, self.prompt_token_ids = request, prompt, request.token_ids[:]
-        self.detokenizer = Detokenizer(tokenizer, request.token_ids, params.stop, params.skip_special_tokens)
+        stop, skip = tuple(params.stop or ()), params.skip_special_tokens
+        self.detokenizer = Detokenizer(tokenizer, request.token_ids, stop, skip)
         self.logprobs: list[dict[int, Logprob]] | None = None if params.logprobs is None else []
         self.metrics = RequestMetrics(request.arrival_time)
         self.num_read = self.num_seen = request.num_tokens  # tokens that are text already, that are counted already
@@ -92,12 +93,13 @@ class LLM:
             self.block_manager, max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens,
             policy=config.scheduling_policy, long_prefill_token_threshold=config.long_prefill_token_threshold,
             # A limit nobody asked for gives way to what the cache holds.
-            max_model_len=options.get("max_model_len") or min(config.max_model_len, num_slots),
+            max_model_len=options.get("max_model_len") or min(runner.max_model_len, num_slots),
             eos_token_ids=eos_token_ids & {self.tokenizer.eos_token_id},
         )  # fmt: skip
         self.last_output: SchedulerOutput | None = None  # the step scheduled last, for whoever watches
         self._in_flight: deque[tuple] = deque()  # steps launched: output, states, time, and what waits for the result
         self._states: dict[str, _RequestState] = {}
+        self._news: dict[_RequestState, None] = {}  # what step() has not returned yet
         self._ids, self._counters = count(), Counter(dict.fromkeys(_COUNTERS, 0))
         self._lock = RLock()  # held by whoever changes requests or steps
         device = f"cpu with {torch.get_num_threads()} threads" if runner.device.type == "cpu" else runner.device
@@ -165,9 +167,11 @@ class LLM:
                 self.scheduler.abort_request(request_id)
                 if state := self._states.pop(request_id, None):
                     state.news[state] = None
+                    self._news.pop(state, None)
 
     def has_unfinished_requests(self) -> bool:
-        return self.scheduler.has_unfinished_requests
+        """Whether step() has something to do, or to return."""
+        return self.scheduler.has_unfinished_requests or bool(self._news)
 
     def step(self) -> list[RequestOutput]:
         """One iteration of the loop; the outputs of the requests that got a token.
@@ -189,45 +193,42 @@ class LLM:
 
     def _step(self) -> list[_RequestState]:
         """Launch a step and finish it, or with async scheduling the one before it."""
-        news: list[_RequestState] = []
         with self._lock:
             try:
                 self.last_output = output = self.scheduler.schedule()
                 states = [self._states[share.request_id] for share in output.scheduled]
                 self._in_flight.append((output, states, time.time(), self.runner.launch(output)))
-                num_left = int(isinstance(self.scheduler, AsyncScheduler) and bool(output.scheduled))
+                num_left = int(self.scheduler.runs_ahead and bool(output.scheduled))
                 while len(self._in_flight) > num_left * self.scheduler.has_unfinished_requests:
-                    news += self._finish_step(*self._in_flight.popleft())
+                    self._finish_step(*self._in_flight.popleft())
             except BaseException as error:
                 running = ", ".join(request.request_id for request in self.scheduler.running)
-                error.add_note(f"nanoserve: this step failed; its requests wait to be computed again: {running}")
+                note = f"nanoserve: this step failed; its requests wait to be computed again: {running}"
+                getattr(error, "add_note", print)(note)  # Python 3.10 has no notes
                 self._in_flight.clear()
                 self.runner.reset()
                 self.scheduler.requeue_running()
+                for state in [*self._states.values()]:
+                    self._read(state, [], time.time())
                 raise
+            news, self._news = [*self._news], {}
         return news
 
-    def _finish_step(self, output: SchedulerOutput, states: list[_RequestState], begin: float,
-                     wait: Callable) -> list[_RequestState]:
+    def _finish_step(self, output: SchedulerOutput, states: list[_RequestState], begin: float, wait: Callable) -> None:
         result = wait()
         self.scheduler.update_from_output(output, result.sampled_token_ids)
         self._counters.update(num_steps=1, num_preemptions=len(output.preempted_req_ids))
-        news, end = [], time.time()
-        for state, *step in zip(states, output.scheduled, result.sampled_token_ids, result.logprobs, strict=True):
-            self._count(state, *step[:2], begin)
-            if step[1] and not state.metrics.finished_time:  # it may have finished while this step was in flight
-                self._read(state, step[2], end)
-                news.append(state)
-            if state.request.status is RequestStatus.FINISHED_ERROR:
-                self.runner.zero_blocks([block for block in step[0].block_ids if self.block_manager.is_free(block)])
+        end = time.time()
+        for i, (state, share) in enumerate(zip(states, output.scheduled, strict=True)):
+            self._count(state, share, result.sampled_token_ids[i], begin)
+            self._read(state, result.logprobs[i], end)
         if self.drafter:
             self.drafter.forget(output.finished_req_ids)
-            for request in (state.request for state in news if not state.finished):
+            for request in (state.request for state in self._news if not state.finished):
                 drafts = self.drafter.propose(request.request_id, request.token_ids)
                 # What would come after the request's last token need not be computed.
                 drafts = drafts[: request.max_num_tokens - request.num_tokens - 1]
                 self.scheduler.update_draft_token_ids({request.request_id: drafts})
-        return news
 
     def _count(self, state: _RequestState, share: ScheduledRequest, token_ids: list[int], begin: float) -> None:
         start, end, request = share.num_computed_tokens, share.num_computed_tokens + len(share.token_ids), state.request
@@ -238,21 +239,24 @@ class LLM:
             self._counters.update(prefix_cache_hits=request.num_cached_tokens)
         if start < state.num_reached:
             self._counters["recomputed_tokens"] += min(end, state.num_reached) - start
-        state.num_reached = max(state.num_reached, end)
+        state.num_reached = max(state.num_reached, min(end, request.num_tokens - 1))  # without rejected drafts
         if share.num_spec_tokens:
             self._counters.update(num_drafts=1, num_draft_tokens=share.num_spec_tokens)
             self._counters["num_accepted_tokens"] += len(token_ids) - 1
 
     def _read(self, state: _RequestState, logprobs: list[TokenLogprobs], now: float) -> None:
-        """Count a request's new tokens, and end it if their text has come to a stop string.
+        """Count a request's new tokens, if it has any, and end it if their text has come to a stop string.
 
         Text is made of them when somebody looks at it: here only if there are stop strings to look for.
         """
         request, metrics = state.request, state.metrics
+        has_more = state.finished or request.num_tokens > state.num_seen  # not if its prompt goes on, or preempted
+        if not has_more or self._states.get(request.request_id) is not state:  # nor if it ended before this step did
+            return
         if request.sampling_params.stop and (stop := state.read()) is not None:
             self.scheduler.finish_request(request, RequestStatus.FINISHED_STOPPED, stop, state.num_read)
         num_new, state.num_seen = request.num_tokens - state.num_seen, request.num_tokens
-        state.news[state] = None
+        state.news[state] = self._news[state] = None
         self._counters["generation_tokens"] += num_new
         metrics.first_token_time = metrics.first_token_time or now
         if state.logprobs is not None:
@@ -270,7 +274,7 @@ class LLM:
 
     def _run(self, states: list[_RequestState]) -> Iterator[_RequestState]:
         """Step until these requests are done, giving out each one that has got further; others may run beside them."""
-        left, news = set(states), {}
+        left, news = set(states), dict[_RequestState, None]()
         try:
             for state in states:
                 state.news = news
@@ -284,6 +288,8 @@ class LLM:
                     yield state
         finally:
             self.abort_request(state.request.request_id for state in left if not state.finished)
+            for state in states:
+                self._news.pop(state, None)
 
     def _add(self, state: _RequestState) -> None:
         with self._lock:
@@ -308,7 +314,7 @@ class LLM:
                     arrival_time: float | None = None) -> _RequestState:
         text, token_ids = self._tokenize(prompt)
         if self._more_eos_ids and not params.ignore_eos:
-            params = replace(params, stop_token_ids=(*params.stop_token_ids, *self._more_eos_ids))
+            params = replace(params, stop_token_ids=(*(params.stop_token_ids or ()), *self._more_eos_ids))
         arrival_time = time.time() if arrival_time is None else arrival_time
         return _RequestState(Request(request_id, token_ids, params, priority, arrival_time), text, self.tokenizer)
 
@@ -319,6 +325,7 @@ class LLM:
             text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids", prompt.get("prompt"))
         if isinstance(ids, str):
             text, ids = ids, self.tokenizer(ids)["input_ids"]
+        ids = cast(Any, ids)
         ok = isinstance(ids, list | tuple) and all(type(token_id) is int for token_id in ids)
         require(ok, "a prompt", "a str, a list of token ids or a dict with either", prompt)
         limit = self.config.hf_config.vocab_size

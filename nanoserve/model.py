@@ -30,8 +30,11 @@ def check_supported(config: Any) -> None:
     require(config.hidden_act == "silu", "hidden_act", "'silu'", config.hidden_act)
     windowed = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
     require(not windowed, "layer_types", "full_attention throughout", windowed)
+    quantized = getattr(config, "quantization_config", None)
+    require(not quantized, "quantization_config", "absent, for weights that are plain floats", quantized)
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-    require(heads % kv_heads == 0, "num_attention_heads", f"a multiple of num_key_value_heads={kv_heads}", heads)
+    ok = kv_heads > 0 and heads % kv_heads == 0
+    require(ok, "num_attention_heads", f"a multiple of num_key_value_heads={kv_heads}", heads)
 
 
 def compute_rope_table(config: Any, max_model_len: int, device: torch.device) -> Tensor:
@@ -101,12 +104,13 @@ class Linear(nn.Linear):
         self.parts, self.packed = parts, None
 
     def pack(self) -> None:
-        self.packed, self.weight = torch.ops.mkldnn._reorder_linear_weight(self.weight.detach()), None
+        self.packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.detach())
+        self.register_parameter("weight", None)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         if self.packed is None:
-            return super().forward(x)
-        return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
+            return super().forward(input)
+        return torch.ops.mkldnn._linear_pointwise(input, self.packed, self.bias, "none", [], "")
 
 
 class Attention(nn.Module):
@@ -126,7 +130,7 @@ class Attention(nn.Module):
         num_heads, num_kv_heads = self.heads
         qk, v = self.qkv_proj(x).view(len(x), -1, self.head_dim).split((num_heads + num_kv_heads, num_kv_heads), dim=1)
         weight = None
-        if self.q_norm is not None:
+        if self.q_norm is not None and self.k_norm is not None:
             weight = torch.cat((self.q_norm.weight.expand(num_heads, -1), self.k_norm.weight.expand(num_kv_heads, -1)))
         q, k = self.ops.norm_and_rotate(qk, weight, self.eps, *rope).split(self.heads, dim=1)
         store_kv(k, v, kv_cache, metadata.slot_mapping)
@@ -161,19 +165,24 @@ class DecoderLayer(nn.Module):
         return self.mlp(x), residual
 
 
+class Decoder(nn.Module):
+    def __init__(self, config: Any, attend: Attend, ops: Elementwise):
+        super().__init__()
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(DecoderLayer(config, attend, ops) for _ in range(config.num_hidden_layers))
+        self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+
 class CausalLM(nn.Module):
     """The whole model. Built on the meta device by the loader, which then fills each parameter once."""
 
     def __init__(self, config: Any, attend: Attend):
         super().__init__()
-        self.ops = ops = Elementwise()
-        self.model = nn.Module()
-        self.model.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.model.layers = nn.ModuleList(DecoderLayer(config, attend, ops) for _ in range(config.num_hidden_layers))
-        self.model.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.ops = Elementwise()
+        self.model = Decoder(config, attend, self.ops)
         self.lm_head = Linear(config.hidden_size, {"lm_head": config.vocab_size})
         if config.tie_word_embeddings:
-            self.lm_head.weight = None  # the loader's tie_weights() makes it the embedding's
+            self.lm_head.register_parameter("weight", None)  # the loader's tie_weights() makes it the embedding's
         self.rope_table = torch.empty(0)  # set by the loader: it is computed, not loaded
 
     def tie_weights(self) -> None:
@@ -188,7 +197,7 @@ class CausalLM(nn.Module):
         rope = self.rope_table.index_select(0, positions).to(x.dtype).unsqueeze(1).unbind(2)
         for layer, kv_cache in zip(self.model.layers, kv_caches, strict=True):
             x, residual = layer(x, residual, rope, kv_cache, metadata)
-        return self.ops.add_rms_norm(x, residual, self.model.norm.weight, self.model.norm.eps)[0]
+        return self.ops.add_rms_norm(x, residual, self.model.norm.weight, self.model.norm.eps or 0.0)[0]
 
     def checkpoint_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor a checkpoint must bring, by Hugging Face's name, as a view of where it goes."""

@@ -51,7 +51,7 @@ class ModelRunner:
         head_dim, num_kv_heads = get_head_dim(hf_config), hf_config.num_key_value_heads
         self.backend = select_backend(config.attention_backend, config.block_size, self.device, self.dtype, head_dim)
         self.block_size = config.block_size or self.backend.block_size
-        self.max_model_len, self.vocab_size = config.max_model_len, config.vocab_size
+        self.max_model_len, self.vocab_size = config.max_model_len or 0, config.vocab_size
         self.group_size = hf_config.num_attention_heads // num_kv_heads
         attend, dummy = self.backend.attend, config.load_format == "dummy"
         self.model = load_model(folder, hf_config, attend, self.max_model_len, self.dtype, self.device, dummy)
@@ -73,8 +73,8 @@ class ModelRunner:
         if is_cuda:
             self._warm_up(config)
         elif self.device.type == "cpu" and self.dtype is torch.float32 and torch.backends.mkldnn.is_available():
-            for module in filter(lambda module: isinstance(module, Linear), self.model.modules()):
-                module.pack()
+            for linear in [module for module in self.model.modules() if isinstance(module, Linear)]:
+                linear.pack()
         self.num_blocks = config.num_gpu_blocks_override or self._fit_blocks(config)
         self.kv_caches = self._make_caches(self.num_blocks)
         self._table[-1] = self.num_blocks
@@ -145,15 +145,14 @@ class ModelRunner:
     @torch.inference_mode()
     def launch(self, output: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
         """Start a step; what is returned waits for its end. The device runs steps one after the other, as they come."""
-        self._update_rows(output)
-        scheduled = output.scheduled
+        fresh, scheduled = self._update_rows(output), output.scheduled
         if not scheduled:
             return partial(ModelRunnerOutput, [], [])
-        replay = self.graphs is not None and all(len(share.token_ids) == 1 for share in scheduled)
-        size = self.graphs.size_for(len(scheduled)) if replay else 0
+        graphs = self.graphs if all(len(share.token_ids) == 1 for share in scheduled) else None
+        size = graphs.size_for(len(scheduled)) if graphs else 0
         packed, shape, rows, positions, groups = self._pack(scheduled, size)
         self._sample_index[rows] = np.arange(len(rows))
-        args = (packed, shape, groups, self._asked[rows], positions, replay)
+        args = (packed, shape, groups, fresh, self._asked[rows], positions, graphs)
         if self._worker:
             return partial(_result, scheduled, self._worker.submit(self._compute, *args).result)
         done = self._compute(*args)
@@ -162,13 +161,8 @@ class ModelRunner:
     def reset(self) -> None:
         """Forget the rows, once no step runs: whoever still runs comes back as a new request."""
         self.wait()
-        self._rows, self._free_rows = {}, list(range(len(self._asked)))
-
-    def zero_blocks(self, block_ids: list[int]) -> None:
-        """What is left of a request that failed: a masked key weighs 0 for their next owner, but 0 times NaN is NaN."""
-        self.wait()
-        for cache in self.kv_caches:
-            cache[:, block_ids] = 0
+        self._rows: dict[str, int] = {}
+        self._free_rows = list(range(len(self._asked)))
 
     def wait(self) -> None:
         """Until a CPU's worker has nothing to do; what is left on a GPU comes before whatever it is given next."""
@@ -176,11 +170,14 @@ class ModelRunner:
             self._worker.submit(int).result()
 
     @torch.inference_mode()
-    def _compute(self, packed: Tensor, shape: StepShape, groups: tuple, asked: np.ndarray, positions: np.ndarray,
-                 replay: bool) -> tuple[list[Tensor], torch.cuda.Event | None]:
+    def _compute(self, packed: Tensor, shape: StepShape, groups: tuple, fresh: list[int], asked: np.ndarray,
+                 positions: np.ndarray, graphs: DecodeGraphs | None) -> tuple[list[Tensor], torch.cuda.Event | None]:
         """Give the device its work: the step's sampled ids and logprobs in host memory once the event has come."""
-        if replay:
-            logits = self.graphs.replay(packed, shape.num_rows)
+        if fresh and self.backend.attend is attend_torch:  # it reads blocks to their end: masked, but 0 * NaN is NaN
+            for cache in self.kv_caches:
+                cache[:, fresh] = 0
+        if graphs:
+            logits = graphs.replay(packed, shape.num_rows)
         else:
             logits = self._forward(groups, packed.to(self.device, non_blocking=True), shape)
         results: list[Tensor] = []
@@ -190,15 +187,18 @@ class ModelRunner:
             results.append(sample(logits, asked, positions, self.generator))
             self._sampled[: len(asked)] = results[0].clamp(min=0)
             if (num_logprobs := int(asked["logprobs"].max())) >= 0:
-                results += gather_logprobs(logits, results[0], num_logprobs)
+                results += gather_logprobs(logits, results[0].clamp(min=0), num_logprobs)
         results = [tensor.to("cpu", non_blocking=True) for tensor in results]
         event = torch.cuda.Event() if self.device.type == "cuda" else None
         if event:
             event.record()
         return results, event
 
-    def _update_rows(self, output: SchedulerOutput) -> None:
-        """Keep a row per running request; blocks are only ever appended to its block table."""
+    def _update_rows(self, output: SchedulerOutput) -> list[int]:
+        """Keep a row per running request; blocks are only ever appended to its block table. Returns the new blocks, but
+        for those found in the cache.
+        """
+        fresh: list[int] = []
         gone = output.preempted_req_ids | output.finished_req_ids
         self._free_rows += [self._rows.pop(request_id) for request_id in gone if request_id in self._rows]
         for share in output.scheduled:
@@ -210,6 +210,8 @@ class ModelRunner:
             if known < num_blocks:
                 self._table[row, known:num_blocks] = share.block_ids[known:]
                 self._table_len[row] = num_blocks
+                fresh += share.block_ids[max(known, share.num_computed_tokens // self.block_size) :]
+        return fresh
 
     def _pack(self, scheduled: list[ScheduledRequest], graph_size: int) -> tuple:
         """A step's integers in host memory, as the graph of that size has them or, if it is 0, as long as they are.
@@ -227,7 +229,7 @@ class ModelRunner:
         max_k, num_samples = int(context.max()), int(samples.sum())
         shape = StepShape(int(ends[-1]), len(lens), num_samples, cdiv(max_k, self.block_size), int(lens.max()), max_k)
         if graph_size:
-            shape = StepShape(*[graph_size] * 3, self._table.shape[1], 1, self.max_model_len)
+            shape = StepShape(graph_size, graph_size, graph_size, self._table.shape[1], 1, self.max_model_len)
         # PyTorch hands pinned memory out anew only when the copies from it are done.
         packed = torch.zeros(shape.num_integers, dtype=torch.int32, pin_memory=self.device.type == "cuda")
         input_ids, positions, slots, sample_rows, *cu, context_lens, table = (v.numpy() for v in shape.views(packed))
@@ -241,7 +243,7 @@ class ModelRunner:
         table[:] = self._table[rows, : shape.max_blocks]
         blocks = table[np.repeat(np.arange(len(lens)), lens), positions // self.block_size]
         slots[:] = blocks * np.int64(self.block_size) + positions % self.block_size
-        groups = ()
+        groups: tuple = ()
         if self.backend.attend is attend_torch:
             groups = group_rows(cu[0], context, table, self.block_size, self.group_size, self.dtype, self.device)
         return packed, shape, rows.repeat(samples), positions[sample_rows[:num_samples]] + 1, groups

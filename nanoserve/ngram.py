@@ -16,16 +16,17 @@ class NgramProposer:
     Raises ValueError for impossible options.
     """
 
-    def __init__(self, method: str = "ngram", num_speculative_tokens: int | None = None,
+    def __init__(self, method: str = "ngram", num_speculative_tokens: int = 0,
                  prompt_lookup_max: int | None = None, prompt_lookup_min: int | None = None):
         require(method == "ngram", "speculative_config's method", "'ngram'", method)
         # One bound alone is both, none is 5, as in vLLM.
-        bounds = (prompt_lookup_min or prompt_lookup_max or 5, prompt_lookup_max or prompt_lookup_min or 5)
-        names = ("num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max")
-        for name, value in zip(names, (num_speculative_tokens, *bounds), strict=True):
+        bounds = {"prompt_lookup_min": prompt_lookup_min, "prompt_lookup_max": prompt_lookup_max}
+        given = {name: bound for name, bound in bounds.items() if bound is not None} or {"prompt_lookup_max": 5}
+        for name, value in {"num_speculative_tokens": num_speculative_tokens, **given}.items():
             require_number(name, value, True, 1, 1000)
-        require(bounds[0] <= bounds[1], "prompt_lookup_min", f"at most prompt_lookup_max={bounds[1]}", bounds[0])
-        self.num_speculative_tokens, self.lengths = num_speculative_tokens, range(bounds[0], bounds[1] + 1)
+        low, high = list(given.values())[0], list(given.values())[-1]
+        require(low <= high, "prompt_lookup_min", f"at most prompt_lookup_max={high}", low)
+        self.num_speculative_tokens, self.lengths = num_speculative_tokens, range(low, high + 1)
         self._index: dict[str, dict[tuple[int, ...], int]] = {}  # by request: n-gram -> where it first ended
         self._num_indexed: dict[str, int] = {}
 

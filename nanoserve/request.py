@@ -19,8 +19,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import InitVar, dataclass, field
 from enum import IntEnum
+from typing import Any
 
-_LIMITS = (  # of SamplingParams' numbers: integer, lowest, highest, may be None
+_LIMITS: Any = (  # of SamplingParams' numbers: integer, lowest, highest, may be None
     ("temperature", False, 0, 1e6, False), ("top_p", False, 0, 1, False), ("top_k", True, -1, 2**31, False),
     ("min_p", False, 0, 1, False), ("seed", True, -(2**63), 2**64 - 1, True), ("max_tokens", True, 1, 2**31, True),
     ("logprobs", True, 0, 2**20, True),

@@ -60,7 +60,7 @@ def sample(logits: torch.Tensor, asked: np.ndarray, positions: np.ndarray, gener
             weights[place] = _keep_likeliest(weights[place], int(top_k[group].max()), tensor(top_k[group]), goal)
     noise, own = torch.empty_like(weights).uniform_(generator=generator), torch.Generator(logits.device)
     for i in np.flatnonzero(drawn["seeded"]).tolist():
-        noise[i].uniform_(generator=own.manual_seed(_mix(drawn["seed"][i, 0], positions[rows[i]])))
+        noise[i].uniform_(generator=own.manual_seed(_mix(int(drawn["seed"][i, 0]), int(positions[rows[i]]))))
     # -log of uniform noise is exponential; its sign is left to argmin.
     sampled = weights.exp_().div_(noise.log_().clamp_(-1 / NOISE_STEP, -NOISE_STEP)).argmin(dim=-1)
     return likeliest.index_copy_(0, index, torch.where(likeliest[index] < 0, likeliest[index], sampled))

