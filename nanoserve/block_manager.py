@@ -52,10 +52,14 @@ class BlockManager:
     def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True):
         require(min(num_blocks, block_size) > 0, "num_blocks and block_size", "at least 1", (num_blocks, block_size))
         self.num_blocks, self.block_size, self.enable_prefix_caching = num_blocks, block_size, enable_prefix_caching
-        self._ref_counts = [0] * num_blocks
-        self._block_hash: list[bytes | None] = [None] * num_blocks
+        self.reset()
+
+    def reset(self) -> None:
+        """Nobody holds a block, and nothing is found in any."""
+        self._ref_counts = [0] * self.num_blocks
+        self._block_hash: list[bytes | None] = [None] * self.num_blocks
         self._cached: dict[bytes, dict[int, None]] = {}  # hash -> the blocks that carry it, oldest first
-        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))  # next to be handed out first
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(self.num_blocks))  # next to be handed out first
         self._held: dict[str, _Holding] = {}
 
     @property

@@ -58,7 +58,7 @@ class EngineConfig:
         return cls(model=model, **{**options, "dtype": dtype})
 
     def __post_init__(self):
-        require(bool(self.model) and isinstance(self.model, str), "model", "a folder, a hub id or 'demo'", self.model)
+        require(isinstance(self.model, str) and bool(self.model), "model", "a folder, a hub id or 'demo'", self.model)
         for name, choices in _CHOICES.items():
             ok = any(type(getattr(self, name)) is type(one) and getattr(self, name) == one for one in choices)
             require(ok, name, f"one of {', '.join(map(str, choices))}", getattr(self, name))
@@ -66,7 +66,7 @@ class EngineConfig:
             require_number(name, getattr(self, name), True, low, 2**63 - 1, optional=name in _OPTIONAL)
         require_number("gpu_memory_utilization", self.gpu_memory_utilization, False, 0, 1)
         for name in ("device", "attention_backend"):
-            require(isinstance(getattr(self, name) or "", str), name, "a name", getattr(self, name))
+            require(isinstance(getattr(self, name), str | None), name, "a name", getattr(self, name))
         require(isinstance(self.scheduler_cls or type, type), "scheduler_cls", "a class", self.scheduler_cls)
         drafts = self.speculative_config
         require(drafts is None or isinstance(drafts, dict), "speculative_config", "None or a dict", drafts)

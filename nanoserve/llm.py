@@ -8,7 +8,9 @@ import sys
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import count
 from threading import RLock
 from typing import Any, cast
@@ -23,7 +25,7 @@ from nanoserve.loader import find_model, load_config, load_tokenizer
 from nanoserve.model_runner import ModelRunner, TokenLogprobs
 from nanoserve.ngram import NgramProposer
 from nanoserve.request import (CompletionOutput, Logprob, Request, RequestMetrics, RequestOutput, RequestStatus,
-                               SamplingParams, blame, require)
+                               SamplingParams, blame, require, require_number, show)
 from nanoserve.scheduler import ScheduledRequest, Scheduler, SchedulerOutput
 
 Prompt = str | Sequence[int] | dict[str, Any]  # a text, token ids, {"prompt": text} or {"prompt_token_ids": ids}
@@ -39,12 +41,17 @@ class _RequestState:
         params = request.sampling_params
         self.request, self.prompt, self.prompt_token_ids = request, prompt, request.token_ids[:]
         stop, skip = tuple(params.stop or ()), params.skip_special_tokens
-        self.detokenizer = Detokenizer(tokenizer, request.token_ids, stop, skip)
+        self._make_detokenizer = partial(Detokenizer, tokenizer, self.prompt_token_ids, stop, skip)
+        self.rewind()
         self.logprobs: list[dict[int, Logprob]] | None = None if params.logprobs is None else []
         self.metrics = RequestMetrics(request.arrival_time)
-        self.num_read = self.num_seen = request.num_tokens  # tokens that are text already, that are counted already
+        self.num_seen = request.num_tokens  # tokens counted as generated
         self.num_reached = 0  # tokens computed at least once
         self.news: dict[_RequestState, None] = {}  # where its caller looks for states that have got further
+
+    def rewind(self) -> None:
+        """Make the text anew, from all tokens, when it is wanted."""
+        self.detokenizer, self.num_read = self._make_detokenizer(), len(self.prompt_token_ids)
 
     @property
     def finished(self) -> bool:
@@ -99,6 +106,7 @@ class LLM:
         self.last_output: SchedulerOutput | None = None  # the step scheduled last, for whoever watches
         self._in_flight: deque[tuple] = deque()  # steps launched: output, states, time, and what waits for the result
         self._states: dict[str, _RequestState] = {}
+        self._unread: list[tuple] = []  # states of the step that is being finished, and their logprobs
         self._news: dict[_RequestState, None] = {}  # what step() has not returned yet
         self._ids, self._counters = count(), Counter(dict.fromkeys(_COUNTERS, 0))
         self._lock = RLock()  # held by whoever changes requests or steps
@@ -146,10 +154,13 @@ class LLM:
     def preprocess_chat(self, messages: Sequence, add_generation_prompt: bool = True,
                         chat_template_kwargs: dict | None = None) -> list[Prompt]:
         """The prompts `chat` would complete, one a conversation."""
-        options = {"tokenize": False, "add_generation_prompt": add_generation_prompt, **(chat_template_kwargs or {})}
+        require(isinstance(messages, list | tuple), "messages", "a list of messages or of conversations", messages)
+        more = {} if chat_template_kwargs is None else chat_template_kwargs
+        require(isinstance(more, dict), "chat_template_kwargs", "None or a dict", more)
+        options = {"tokenize": False, "add_generation_prompt": add_generation_prompt, **more}
         prompts: list[Prompt] = []
         for conversation in [messages] if messages and isinstance(messages[0], dict) else messages:
-            with blame(f"the chat template cannot render {conversation!r:.200}"):
+            with blame(f"the chat template cannot render {show(conversation)}"):
                 text = self.tokenizer.apply_chat_template(conversation, **options)
             ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]  # the template wrote its own
             prompts.append({"prompt": text, "prompt_token_ids": ids})
@@ -158,11 +169,12 @@ class LLM:
     def add_request(self, request_id: str, prompt: Prompt, params: SamplingParams | None = None,
                     arrival_time: float | None = None, priority: int = 0) -> None:
         """Queue one request, at any time. Raises ValueError; then nothing is queued."""
-        self._add(self._make_state(request_id, prompt, params or SamplingParams(), priority, arrival_time))
+        params = SamplingParams() if params is None else params
+        self._add(self._make_state(request_id, prompt, params, priority, arrival_time))
 
     def abort_request(self, request_ids: str | Iterable[str]) -> None:
         """Drop requests and give their blocks back; ids that are not live are ignored."""
-        with self._lock:
+        with self._turn():
             for request_id in [request_ids] if isinstance(request_ids, str) else list(request_ids):
                 self.scheduler.abort_request(request_id)
                 if state := self._states.pop(request_id, None):
@@ -178,7 +190,10 @@ class LLM:
 
         If the step fails, its requests are back in the waiting queue, and what it raised is raised.
         """
-        return [state.output() for state in self._step()]
+        self._step()
+        with self._turn():
+            outputs, self._news = [state.output() for state in self._news], {}
+        return outputs
 
     def get_metrics(self) -> dict[str, float]:
         """Counters since construction, in tokens, steps or requests, and the share of K/V blocks in use now.
@@ -191,31 +206,40 @@ class LLM:
         now = {"kv_cache_usage": used, "num_requests_running": running, "num_requests_waiting": waiting}
         return {**self._counters, **now}
 
-    def _step(self) -> list[_RequestState]:
-        """Launch a step and finish it, or with async scheduling the one before it."""
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """One thread at a time, and whatever fails meanwhile, or is interrupted, leaves an engine that can go on."""
         with self._lock:
             try:
-                self.last_output = output = self.scheduler.schedule()
-                states = [self._states[share.request_id] for share in output.scheduled]
-                self._in_flight.append((output, states, time.time(), self.runner.launch(output)))
-                num_left = int(self.scheduler.runs_ahead and bool(output.scheduled))
-                while len(self._in_flight) > num_left * self.scheduler.has_unfinished_requests:
-                    self._finish_step(*self._in_flight.popleft())
+                yield
             except BaseException as error:
                 running = ", ".join(request.request_id for request in self.scheduler.running)
-                note = f"nanoserve: this step failed; its requests wait to be computed again: {running}"
+                note = f"nanoserve: a step failed; its requests wait to be computed again: {running}"
                 getattr(error, "add_note", print)(note)  # Python 3.10 has no notes
                 self._in_flight.clear()
                 self.runner.reset()
                 self.scheduler.requeue_running()
+                if self.drafter:
+                    self.drafter.reset()
                 for state in [*self._states.values()]:
-                    self._read(state, [], time.time())
+                    state.rewind()
+                for state, logprobs in self._unread:
+                    self._read(state, logprobs, time.time())
                 raise
-            news, self._news = [*self._news], {}
-        return news
+
+    def _step(self) -> None:
+        """Launch a step and finish it, or with async scheduling the one before it."""
+        with self._turn():
+            self.last_output = output = self.scheduler.schedule()
+            states = [self._states[share.request_id] for share in output.scheduled]
+            self._in_flight.append((output, states, time.time(), self.runner.launch(output)))
+            num_left = int(self.scheduler.runs_ahead and bool(output.scheduled))
+            while len(self._in_flight) > num_left * self.scheduler.has_unfinished_requests:
+                self._finish_step(*self._in_flight.popleft())
 
     def _finish_step(self, output: SchedulerOutput, states: list[_RequestState], begin: float, wait: Callable) -> None:
         result = wait()
+        self._unread = list(zip(states, result.logprobs, strict=True))
         self.scheduler.update_from_output(output, result.sampled_token_ids)
         self._counters.update(num_steps=1, num_preemptions=len(output.preempted_req_ids))
         end = time.time()
@@ -255,12 +279,13 @@ class LLM:
             return
         if request.sampling_params.stop and (stop := state.read()) is not None:
             self.scheduler.finish_request(request, RequestStatus.FINISHED_STOPPED, stop, state.num_read)
-        num_new, state.num_seen = request.num_tokens - state.num_seen, request.num_tokens
+        num_new, num_before = request.num_tokens - state.num_seen, state.num_seen - request.num_prompt_tokens
+        if state.logprobs is not None:
+            state.logprobs[num_before:] = [self._logprobs(each) for each in logprobs[:num_new]]
+        state.num_seen = request.num_tokens
         state.news[state] = self._news[state] = None
         self._counters["generation_tokens"] += num_new
         metrics.first_token_time = metrics.first_token_time or now
-        if state.logprobs is not None:
-            state.logprobs += [self._logprobs(each) for each in logprobs[:num_new]]
         if state.finished:
             metrics.finished_time = now
             del self._states[request.request_id]
@@ -284,26 +309,37 @@ class LLM:
                     self._step()
                 for state in [*news]:
                     del news[state]
+                    self._news.pop(state, None)
                     left -= {state} if state.finished else set()
                     yield state
         finally:
-            self.abort_request(state.request.request_id for state in left if not state.finished)
-            for state in states:
-                self._news.pop(state, None)
+            names = [state.request.request_id for state in left if not state.finished]
+            try:
+                self.abort_request(names)
+            except BaseException:  # a second Ctrl-C
+                self.abort_request(names)
+                raise
+            finally:
+                for state in states:
+                    self._news.pop(state, None)
 
     def _add(self, state: _RequestState) -> None:
-        with self._lock:
-            self.scheduler.add_request(state.request)
+        self.scheduler.check_request(state.request)
+        with self._turn():
             self._states[state.request.request_id] = state
+            self.scheduler.add_request(state.request)
 
     def _make_states(self, prompts: Any, params: Any, priority: Any) -> list[_RequestState]:
         """One state a prompt; all are checked before the first is queued."""
-        if isinstance(prompts, str | dict) or (prompts and isinstance(prompts[0], int)):
+        several = isinstance(prompts, list | tuple)
+        require(several or isinstance(prompts, str | dict), "prompts", "a prompt or a list of them", prompts)
+        if not several or (prompts and isinstance(prompts[0], int)):
             prompts = [prompts]
         by_priority = self.config.scheduling_policy == "priority"
         require(by_priority or priority is None, "priority", "None where scheduling_policy is 'fcfs'", priority)
-        params = _one_each("sampling_params", params or SamplingParams(), len(prompts), SamplingParams)
-        priority = _one_each("priority", priority or 0, len(prompts), int)
+        params = SamplingParams() if params is None else params
+        params = _one_each("sampling_params", params, len(prompts), SamplingParams)
+        priority = _one_each("priority", 0 if priority is None else priority, len(prompts), int)
         ids = (str(i) for i in self._ids if str(i) not in self.scheduler.requests)
         states = [self._make_state(next(ids), *each) for each in zip(prompts, params, priority, strict=True)]
         for state in states:
@@ -312,6 +348,10 @@ class LLM:
 
     def _make_state(self, request_id: str, prompt: Prompt, params: SamplingParams, priority: int,
                     arrival_time: float | None = None) -> _RequestState:
+        require(isinstance(request_id, str), "request_id", "a str", request_id)
+        require(isinstance(params, SamplingParams), "params", "a SamplingParams", params)
+        require_number("priority", priority, True, -(2**63), 2**63)
+        require_number("arrival_time", arrival_time, False, 0, 1e12, optional=True)
         text, token_ids = self._tokenize(prompt)
         if self._more_eos_ids and not params.ignore_eos:
             params = replace(params, stop_token_ids=(*(params.stop_token_ids or ()), *self._more_eos_ids))

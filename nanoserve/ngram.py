@@ -27,6 +27,9 @@ class NgramProposer:
         low, high = list(given.values())[0], list(given.values())[-1]
         require(low <= high, "prompt_lookup_min", f"at most prompt_lookup_max={high}", low)
         self.num_speculative_tokens, self.lengths = num_speculative_tokens, range(low, high + 1)
+        self.reset()
+
+    def reset(self) -> None:
         self._index: dict[str, dict[tuple[int, ...], int]] = {}  # by request: n-gram -> where it first ended
         self._num_indexed: dict[str, int] = {}
 

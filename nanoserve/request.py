@@ -31,7 +31,14 @@ _LIMITS: Any = (  # of SamplingParams' numbers: integer, lowest, highest, may be
 def require(ok: bool, name: str, wanted: str, value: object) -> None:
     """Raise a ValueError that names what was given and what it must be, unless it is."""
     if not ok:
-        raise ValueError(f"{name} must be {wanted}, got {value!r:.200}")
+        raise ValueError(f"{name} must be {wanted}, got {show(value)}")
+
+
+def show(value: object) -> str:
+    try:
+        return f"{value!r:.200}"
+    except Exception:  # it holds itself, or a number of too many digits, or is somebody else's
+        return f"a {type(value).__name__}"
 
 
 def require_number(name: str, value: object, integer: bool, low: float, high: float, optional: bool = False) -> None:

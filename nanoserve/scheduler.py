@@ -144,11 +144,14 @@ class Scheduler:
         """Free the blocks, keep the outputs: recompute is the only way back (chapter 2.2, section 6.3)."""
         self.running.remove(request)
         self.block_manager.free(request)
+        self._start_over(request)
+        insort(self.waiting, request, key=lambda r: r.sort_key)
+
+    def _start_over(self, request: Request) -> None:
         request.status, request.spec_token_ids = RequestStatus.PREEMPTED, []
         request.num_computed_tokens = request.num_in_flight_tokens = request.num_output_placeholders = 0
         request.num_preemptions += 1
         self._preempted_req_ids.add(request.request_id)
-        insort(self.waiting, request, key=lambda r: r.sort_key)
 
     def _output(self, shares: dict[Request, int]) -> SchedulerOutput:
         """Freeze the step. From here on its tokens count as computed, though no kernel has run yet."""
@@ -233,7 +236,8 @@ class Scheduler:
         before, request.status, request.stop_reason = request.status, status, stop_reason
         del request.token_ids[request.num_tokens if num_tokens is None else num_tokens :]
         if not before.is_finished:  # it may be, by the length that the last token of its stop string reached
-            (self.running if before is RequestStatus.RUNNING else self.waiting).remove(request)
+            queue = self.running if before is RequestStatus.RUNNING else self.waiting
+            queue[:] = [each for each in queue if each is not request]
             self._finish(request)
 
     def abort_request(self, request_id: str) -> None:
@@ -242,17 +246,18 @@ class Scheduler:
             self.finish_request(self.requests[request_id], RequestStatus.FINISHED_ABORTED)
 
     def requeue_running(self) -> None:
-        """A step failed or was interrupted: all that run wait again as if preempted, and unwritten K/V is forgotten."""
-        for request in self.running[::-1]:
-            if not request.status.is_finished:
-                self._preempt(request)
-            elif request.request_id in self.requests:
-                self._finish(request)
-        self.running = []
+        """A step failed or was interrupted, wherever that was: all that ran wait again, and no K/V is relied on."""
+        self.block_manager.reset()
         for output, _ in self._in_flight.values():  # whoever is told who has gone may not have heard
             self._preempted_req_ids |= output.preempted_req_ids
             self._finished_req_ids |= output.finished_req_ids
-        self._in_flight.clear()
+        for request in [*self.requests.values()]:
+            if request.status.is_finished:
+                self._finish(request)
+            elif request.status is RequestStatus.RUNNING:
+                self._start_over(request)
+        self.running, self._in_flight = [], {}
+        self.waiting = sorted(self.requests.values(), key=lambda r: r.sort_key)
 
     def check(self) -> None:
         """Raise AssertionError unless the invariants hold; for tests, after every step."""

@@ -74,6 +74,7 @@ def test_generate_numbers_its_requests_around_those_that_are_there(llm):
     llm._ids = iter(range(1000))
     (output,) = llm.generate([5], SHORT, use_tqdm=False)
     assert output.request_id == "3"
+    assert {output.request_id for output in llm.step() if output.finished} == {"0", "1", "2"}  # for who added them
     assert not llm.has_unfinished_requests()
 
 

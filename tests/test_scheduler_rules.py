@@ -512,4 +512,5 @@ def test_a_block_promised_to_a_step_that_has_not_run_is_not_found(events):
         else:
             scheduler.update_from_output(output, answer(output))
         scheduler.check()
-    assert len(scheduler.block_manager.get_computed_blocks(same)) == 1
+    # After a failure nothing in the cache is relied on.
+    assert len(scheduler.block_manager.get_computed_blocks(same)) == (0 if "failure" in events else 1)

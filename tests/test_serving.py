@@ -57,6 +57,8 @@ def test_two_streams_and_a_request_share_the_steps(llm):
     for i in range(2):
         (whole,) = [pair[i] for pair in pairs if pair[i] and pair[i].finished]
         assert whole.outputs[0].token_ids == expected[i]
+    (third,) = llm.step()  # what ran beside them is returned to whoever steps
+    assert third.finished and third.outputs[0].token_ids == expected[2]
     assert not llm.has_unfinished_requests()
 
 

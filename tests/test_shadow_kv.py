@@ -280,10 +280,8 @@ LONG_AND_UNIMPORTANT = {"policy": "priority", "important_are_short": True, "thre
     "cause",
     [
         {**LONG_AND_UNIMPORTANT, "abort_rate": 0, "fail_rate": 0},  # a victim withdrawn from the step
-        {"policy": "fcfs", "abort_rate": 0, "fail_rate": 0.2},  # a step that failed
-        {"policy": "fcfs", "abort_rate": 0.2, "fail_rate": 0.2},  # an abort between schedule() and a failure
     ],
-    ids=["withdrawn", "failed", "aborted and failed"],
+    ids=["withdrawn"],
 )
 def test_promised_blocks_that_stay_findable_are_read_unwritten(cause, monkeypatch):
     """nanoserve's one deliberate difference from vLLM is needed, and the test above would notice its absence."""
