@@ -54,7 +54,8 @@ class EngineConfig:
         for name in options:
             if name not in known:
                 raise ValueError(f"unknown option {name!r}; the options are {', '.join(sorted(known))}")
-        dtype = str(options.get("dtype", "auto")).removeprefix("torch.")
+        dtype = options.get("dtype", "auto")
+        dtype = str(dtype).removeprefix("torch.") if type(dtype).__name__ == "dtype" else dtype
         return cls(model=model, **{**options, "dtype": dtype})
 
     def __post_init__(self):
@@ -67,7 +68,7 @@ class EngineConfig:
         require_number("gpu_memory_utilization", self.gpu_memory_utilization, False, 0, 1)
         for name in ("device", "attention_backend"):
             require(isinstance(getattr(self, name), str | None), name, "a name", getattr(self, name))
-        require(isinstance(self.scheduler_cls or type, type), "scheduler_cls", "a class", self.scheduler_cls)
+        require(isinstance(self.scheduler_cls, type | None), "scheduler_cls", "a class", self.scheduler_cls)
         drafts = self.speculative_config
         require(drafts is None or isinstance(drafts, dict), "speculative_config", "None or a dict", drafts)
         ahead = self.async_scheduling or getattr(self.scheduler_cls, "runs_ahead", False)

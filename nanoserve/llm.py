@@ -157,12 +157,12 @@ class LLM:
         require(isinstance(messages, list | tuple), "messages", "a list of messages or of conversations", messages)
         more = {} if chat_template_kwargs is None else chat_template_kwargs
         require(isinstance(more, dict), "chat_template_kwargs", "None or a dict", more)
-        options = {"tokenize": False, "add_generation_prompt": add_generation_prompt, **more}
+        options = {"add_generation_prompt": add_generation_prompt, **more, "tokenize": False}
         prompts: list[Prompt] = []
         for conversation in [messages] if messages and isinstance(messages[0], dict) else messages:
             with blame(f"the chat template cannot render {show(conversation)}"):
                 text = self.tokenizer.apply_chat_template(conversation, **options)
-            ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]  # the template wrote its own
+                ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]  # the template wrote its own
             prompts.append({"prompt": text, "prompt_token_ids": ids})
         return prompts
 
@@ -364,7 +364,8 @@ class LLM:
         if isinstance(prompt, dict):
             text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids", prompt.get("prompt"))
         if isinstance(ids, str):
-            text, ids = ids, self.tokenizer(ids)["input_ids"]
+            with blame(f"the tokenizer cannot read {show(ids)}"):
+                text, ids = ids, self.tokenizer(ids)["input_ids"]
         ids = cast(Any, ids)
         ok = isinstance(ids, list | tuple) and all(type(token_id) is int for token_id in ids)
         require(ok, "a prompt", "a str, a list of token ids or a dict with either", prompt)

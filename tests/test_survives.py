@@ -727,3 +727,22 @@ def test_threads_that_share_an_engine_take_turns(small, mode, stop):
     assert not errors, "\n".join(errors)
     assert not any(thread.is_alive() for thread in threads), "a thread hangs"
     assert_whole(llm)
+
+
+def test_an_output_is_whole_whatever_another_thread_does_while_it_is_made(small, monkeypatch):
+    llm, others, shown = make(small), [], Detokenizer.shown
+    (alone,) = answers(llm, A, greedy(6))
+
+    def slow(*args):
+        if not others:
+            others.append(threading.Thread(target=lambda: [llm.step() for _ in range(10)], daemon=True))
+            others[0].start()
+            others[0].join(0.5)  # it waits for its turn, or ends the request here
+        return shown(*args)
+
+    monkeypatch.setattr(Detokenizer, "shown", slow)
+    outputs = [answer(output) for output in llm.generate_stream(A, greedy(6))]
+    others[0].join()
+    assert [output for output in outputs if output[0]] == [alone], "finished is seen once, with all of the text"
+    llm.step()
+    assert_whole(llm)
