@@ -150,8 +150,8 @@ def attend_torch_varlen(q: torch.Tensor, kv_cache: torch.Tensor, metadata: Atten
     window = (-1, 0) if metadata.max_seqlen_q > 1 else (-1, -1)
     lens: Any = (metadata.cu_seqlens_q, metadata.cu_seqlens_k, metadata.max_seqlen_q, metadata.max_seqlen_k)
     pages: Any = dict(seqused_k=metadata.context_lens, block_table=metadata.block_table, num_splits=1)
-    out = varlen_attn(q, kv_cache[0], kv_cache[1], *lens, window_size=window, enable_gqa=True, **pages)
-    return cast(torch.Tensor, out)
+    keys, values = kv_cache
+    return cast(torch.Tensor, varlen_attn(q, keys, values, *lens, window_size=window, enable_gqa=True, **pages))
 
 
 @dataclass(frozen=True, slots=True)

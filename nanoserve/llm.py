@@ -127,7 +127,7 @@ class LLM:
         states = self._make_states(prompts, sampling_params, priority)
         begin, before = time.perf_counter(), self._counters["generation_tokens"]
         with tqdm(total=len(states), desc="requests", disable=not use_tqdm) as bar:
-            for state in self._run(states):
+            for state in self._run(states, lambda state: state):
                 if use_tqdm and state.finished:
                     rate = (self._counters["generation_tokens"] - before) / (time.perf_counter() - begin)
                     queues = f"running {len(self.scheduler.running)}, waiting {len(self.scheduler.waiting)}"
@@ -139,7 +139,7 @@ class LLM:
                         priority: Sequence[int] | None = None) -> Iterator[RequestOutput]:
         """As `generate`, but each RequestOutput as it grows; closing the iterator aborts what is unfinished."""
         states = self._make_states(prompts, sampling_params, priority)
-        return (state.output() for state in self._run(states))
+        return self._run(states, _RequestState.output)
 
     def chat(self, messages: Sequence, sampling_params: Params = None, use_tqdm: bool = True,
              add_generation_prompt: bool = True, chat_template_kwargs: dict[str, Any] | None = None,
@@ -297,8 +297,8 @@ class LLM:
         entries = zip(ids, values, [rank, *range(1, len(ids))], strict=True)
         return {i: Logprob(value, rank, self.tokenizer.decode([i])) for i, value, rank in entries}
 
-    def _run(self, states: list[_RequestState]) -> Iterator[_RequestState]:
-        """Step until these requests are done, giving out each one that has got further; others may run beside them."""
+    def _run(self, states: list[_RequestState], look: Callable[[_RequestState], Any]) -> Iterator[Any]:
+        """Step until these requests are done, giving out `look` of each that has got further; others may run too."""
         left, news = set(states), dict[_RequestState, None]()
         try:
             for state in states:
@@ -308,10 +308,12 @@ class LLM:
                 if not news:  # there may be some from a step that another caller ran
                     self._step()
                 for state in [*news]:
-                    del news[state]
-                    self._news.pop(state, None)
-                    left -= {state} if state.finished else set()
-                    yield state
+                    with self._lock:
+                        del news[state]
+                        self._news.pop(state, None)
+                        left -= {state} if state.finished else set()
+                        seen = look(state)
+                    yield seen
         finally:
             names = [state.request.request_id for state in left if not state.finished]
             try:
