@@ -3,8 +3,7 @@
 There is no prefill phase and no decode phase. A request has tokens that are known (num_tokens_with_spec) and tokens
 that are computed (num_computed_tokens); each step hands out a budget of tokens so that the second catches up with the
 first. Chunked prefill, decoding, recomputing after preemption and verifying drafts are all this one subtraction.
-Models, tensors and text are not known here. vLLM's queues for skipped requests (grammars, LoRA, remote K/V, streaming
-sessions) cannot arise in a text-only engine and are left out.
+Models, tensors and text are not known here. vLLM's queues for skipped requests cannot arise in a text-only engine.
 """
 
 from bisect import insort
@@ -19,7 +18,6 @@ from nanoserve.request import Request, RequestStatus, SamplingParams, require
 
 class ScheduledRequest(NamedTuple):
     """One request's share of a step. A tuple, since a step makes hundreds of them."""
-
     request_id: str
     token_ids: list[int]  # what to compute, drafts last
     num_computed_tokens: int  # position of the first
@@ -41,11 +39,9 @@ class SchedulerOutput:
 
 
 class Scheduler:
-    """vLLM V1's Scheduler: two queues and a token budget. A policy is one sort key: the smallest waiting request is
-    admitted first, the largest running one preempted first. "fcfs" sorts by order of arrival, "priority" by (priority,
-    arrival_time), smaller being more important.
+    """vLLM V1's Scheduler: two queues and a token budget. A policy is one sort key, of arrival ("fcfs") or of
+    (priority, arrival_time): the smallest waiting request is admitted first, the largest running one preempted first.
     """
-
     runs_ahead = False  # whether a step may be scheduled before the last one's tokens are known
 
     def __init__(self, block_manager: BlockManager, *, max_num_seqs: int, max_num_batched_tokens: int,
@@ -175,9 +171,8 @@ class Scheduler:
         return output
 
     def update_from_output(self, output: SchedulerOutput, sampled_token_ids: list[list[int]]) -> list[Request]:
-        """Append what the step sampled and return the requests that it finished. `sampled_token_ids` has one list per
-        scheduled request: empty for an unfinished prompt, else the accepted drafts and one token more, or -1 for a
-        request that cannot go on. Tokens for a request that was aborted meanwhile are dropped.
+        """Append what the step sampled; returns the requests that it finished. `sampled_token_ids` has one list per
+        scheduled request: [] for an unfinished prompt, else accepted drafts and one token more, -1 if it cannot go on.
 
         >>> scheduler = Scheduler(BlockManager(8, 4), max_num_seqs=2, max_num_batched_tokens=8, max_model_len=32)
         >>> scheduler.add_request(Request("A", [7, 8, 9], SamplingParams(max_tokens=2)))
@@ -194,11 +189,7 @@ class Scheduler:
             if share.num_spec_tokens:
                 request.num_computed_tokens -= share.num_spec_tokens + 1 - len(token_ids)  # rejected drafts
             for token_id in token_ids:
-                if token_id < 0:  # its logits were not finite, and neither may be its K/V, which nobody may find
-                    request.status, request.num_computed_tokens = RequestStatus.FINISHED_ERROR, 0
-                else:
-                    request.token_ids.append(token_id)
-                if request.status.is_finished or self._check_stop(request, token_id):
+                if self._check_stop(request, token_id):
                     self._finish(request)
                     finished.append(request)
                     break
@@ -208,7 +199,11 @@ class Scheduler:
         return finished
 
     def _check_stop(self, request: Request, token_id: int) -> bool:
-        """Ids that end the output come before the lengths that do (vLLM v1/core/sched/utils.py)."""
+        """Append it. Ids that end the output come before the lengths that do (vLLM v1/core/sched/utils.py)."""
+        if token_id < 0:  # its logits were not finite, and neither may be its K/V, which nobody may find
+            request.status, request.num_computed_tokens = RequestStatus.FINISHED_ERROR, 0
+            return True
+        request.token_ids.append(token_id)
         if token_id in self.eos_token_ids and not request.sampling_params.ignore_eos:
             request.status = RequestStatus.FINISHED_STOPPED
         elif token_id in (request.sampling_params.stop_token_ids or ()):
@@ -230,9 +225,7 @@ class Scheduler:
 
     def finish_request(self, request: Request, status: RequestStatus, stop_reason: int | str | None = None,
                        num_tokens: int | None = None) -> None:
-        """End a request from outside, in whatever state it is: its caller left, or the text of its first `num_tokens`
-        tokens came to a stop string, and any after them are dropped.
-        """
+        """End a request from outside: its caller left, or its first `num_tokens` tokens came to a stop string."""
         before, request.status, request.stop_reason = request.status, status, stop_reason
         del request.token_ids[request.num_tokens if num_tokens is None else num_tokens :]
         if not before.is_finished:  # it may be, by the length that the last token of its stop string reached
@@ -252,26 +245,12 @@ class Scheduler:
             self._preempted_req_ids |= output.preempted_req_ids
             self._finished_req_ids |= output.finished_req_ids
         for request in [*self.requests.values()]:
-            if request.status.is_finished:
-                self._finish(request)
-            elif request.status is RequestStatus.RUNNING:
+            if request.status is RequestStatus.RUNNING:
                 self._start_over(request)
+            elif request.status.is_finished:
+                self._finish(request)
         self.running, self._in_flight = [], {}
         self.waiting = sorted(self.requests.values(), key=lambda r: r.sort_key)
-
-    def check(self) -> None:
-        """Raise AssertionError unless the invariants hold; for tests, after every step."""
-        self.block_manager.check()
-        queued = [*self.running, *self.waiting]
-        assert sorted(r.request_id for r in queued) == sorted(self.requests), "a request is in no queue or in two"
-        assert len(self.running) <= self.max_num_seqs and self.waiting == sorted(self.waiting, key=lambda r: r.sort_key)
-        for request in queued:
-            num_blocks = len(self.block_manager.block_table(request.request_id))
-            num_written = request.num_computed_tokens - request.num_in_flight_tokens
-            assert 0 <= num_written < request.num_tokens < request.max_num_tokens
-            assert num_blocks >= cdiv(request.num_computed_tokens, self.block_manager.block_size)
-            assert (request.status is RequestStatus.RUNNING) == (request in self.running)
-            assert request in self.running or request.num_computed_tokens == num_blocks == 0
 
 
 class StaticBatchScheduler(Scheduler):

@@ -2,8 +2,8 @@
 
 from itertools import count
 
-from nanoserve.block_manager import BlockManager
-from nanoserve.request import Request, SamplingParams
+from nanoserve.block_manager import BlockManager, cdiv
+from nanoserve.request import Request, RequestStatus, SamplingParams
 from nanoserve.scheduler import Scheduler, SchedulerOutput
 
 _fresh = count(1000, 1000)
@@ -33,9 +33,9 @@ def step(scheduler: Scheduler, *new_requests: Request) -> SchedulerOutput:
     for request in new_requests:
         scheduler.add_request(request)
     output = scheduler.schedule()
-    scheduler.check()
+    check_scheduler(scheduler)
     scheduler.update_from_output(output, answer(output))
-    scheduler.check()
+    check_scheduler(scheduler)
     return output
 
 
@@ -46,3 +46,19 @@ def shares(output: SchedulerOutput) -> dict[str, int]:
 
 def names(requests) -> list[str]:
     return [request.request_id for request in requests]
+
+
+def check_scheduler(scheduler: Scheduler) -> None:
+    """The invariants, its block manager's included; after every step."""
+    scheduler.block_manager.check()
+    queued = [*scheduler.running, *scheduler.waiting]
+    assert sorted(r.request_id for r in queued) == sorted(scheduler.requests), "a request is in no queue or in two"
+    assert len(scheduler.running) <= scheduler.max_num_seqs
+    assert scheduler.waiting == sorted(scheduler.waiting, key=lambda r: r.sort_key)
+    for request in queued:
+        num_blocks = len(scheduler.block_manager.block_table(request.request_id))
+        num_written = request.num_computed_tokens - request.num_in_flight_tokens
+        assert 0 <= num_written < request.num_tokens < request.max_num_tokens
+        assert num_blocks >= cdiv(request.num_computed_tokens, scheduler.block_manager.block_size)
+        assert (request.status is RequestStatus.RUNNING) == (request in scheduler.running)
+        assert request in scheduler.running or request.num_computed_tokens == num_blocks == 0

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers_scheduler import make_request, names, shares
+from helpers_scheduler import check_scheduler, make_request, names, shares
 from test_cuda_contracts import stand_ins  # noqa: F401
 from test_cuda_graph import fake_graphs  # noqa: F401
 from test_shadow_kv import EOS, VOCABULARY, ShadowRun, ShadowRunner, generate_alone, prefix_numbers
@@ -121,7 +121,7 @@ class AsyncShadowRun(ShadowRun):
 
     def check_step(self, output, decoding: list[str]) -> None:
         scheduler = self.scheduler
-        scheduler.check()
+        check_scheduler(scheduler)
         given = shares(output)
         withdrawn = self.block_manager.allocated & output.preempted_req_ids - given.keys()
         self.counts["preemptions"] += len(output.preempted_req_ids)
@@ -156,7 +156,7 @@ class AsyncShadowRun(ShadowRun):
             self.in_flight.popleft()
             self.look_for_stop_texts(requests)
             self.abort_some(reuse_id=True)
-        scheduler.check()
+        check_scheduler(scheduler)
 
     def look_for_stop_texts(self, requests: list[Request]) -> None:
         for request in requests:
@@ -257,7 +257,7 @@ def test_an_end_by_id_drops_the_one_token_computed_meanwhile_and_its_blocks_are_
     assert scheduler.block_manager.num_free_blocks == 20 and not scheduler.has_unfinished_requests
     assert not scheduler.schedule().scheduled
     assert scheduler.update_from_output(second, [[8]]) == [] and request.output_token_ids == [9]
-    scheduler.check()
+    check_scheduler(scheduler)
 
 
 def test_a_token_of_a_request_preempted_meanwhile_is_sampled_again():
@@ -271,7 +271,7 @@ def test_a_token_of_a_request_preempted_meanwhile_is_sampled_again():
     while scheduler.has_unfinished_requests:
         third = scheduler.schedule()
         scheduler.update_from_output(second, [[8]] * len(second.scheduled))
-        scheduler.check()
+        check_scheduler(scheduler)
         second = third
     assert len(a.output_token_ids) == len(b.output_token_ids) == 4 and b.num_preemptions == 1
 
@@ -357,7 +357,7 @@ def serve(llm, workload, seed: int | str, num_aborted: int = 0) -> dict[str, obj
             llm.add_request(*todo.pop(0))
         llm.abort_request([request_id for request_id, when in aborts.items() if when == step])
         outputs |= {output.request_id: output for output in llm.step()}
-        llm.scheduler.check()
+        check_scheduler(llm.scheduler)
         step += 1
         assert step < 2000
     assert_whole(llm)
@@ -367,7 +367,7 @@ def serve(llm, workload, seed: int | str, num_aborted: int = 0) -> dict[str, obj
 def assert_whole(llm) -> None:
     """Nobody holds a block or a row, and the worker has nothing left to do."""
     assert not llm.has_unfinished_requests() and not llm._in_flight and not llm.scheduler._in_flight
-    llm.scheduler.check()
+    check_scheduler(llm.scheduler)
     assert llm.block_manager.num_free_blocks == llm.block_manager.num_blocks and not llm._states
     assert len(llm.runner._rows) + len(llm.runner._free_rows) == llm.config.max_num_seqs
     assert llm.runner._worker is None or llm.runner._worker._work_queue.empty()
@@ -637,7 +637,7 @@ def assert_requeued(llm, num_requests: int) -> None:
     assert len(llm.scheduler.waiting) == len(llm.scheduler.requests) == num_requests
     assert all(counters(request)[1:] == (0, 0) for request in llm.scheduler.waiting)
     assert llm.block_manager.num_free_blocks == llm.block_manager.num_blocks
-    llm.scheduler.check()
+    check_scheduler(llm.scheduler)
 
 
 @pytest.mark.parametrize("failing_step", [1, 2, 3, 6, 11])
@@ -803,10 +803,10 @@ def test_an_interrupted_step_is_run_again(llama, expected, where, after, call):
             outputs |= {output.request_id: output for output in llm.step()}
     assert len(device.begun) == device.num_ended, "a step is still running"
     assert not llm._in_flight and not llm.scheduler._in_flight
-    llm.scheduler.check()
+    check_scheduler(llm.scheduler)
     for _ in range(200):
         outputs |= {output.request_id: output for output in llm.step()}
-        llm.scheduler.check()
+        check_scheduler(llm.scheduler)
     assert_same([outputs[str(i)] for i in range(3)], expected)
     assert_whole(llm)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers_scheduler import check_scheduler
 from test_cuda_contracts import KERNELS, stand_ins  # noqa: F401
 
 from nanoserve import LLM, SamplingParams, cuda_graph
@@ -178,7 +179,7 @@ def test_tokens_are_the_same_with_graphs_and_without(max_num_seqs, params, fake_
     assert [output.outputs[0].token_ids for output in outputs] == [o.outputs[0].token_ids for o in expected]
     assert sum(graph.num_replays for graph in fake_graphs) >= 10
     assert max_num_seqs == 3 or any(output.metrics.num_preemptions for output in outputs)
-    llm.scheduler.check()
+    check_scheduler(llm.scheduler)
 
 
 def test_capture_runs_once_before_and_records_in_the_given_pool(monkeypatch):

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers_scheduler import check_scheduler
 from test_attention import MIXES, make_case
 from test_cuda_graph import decode_step, execute_eagerly
 from test_parity import PROMPTS, reference
@@ -126,7 +127,7 @@ def test_half_precision_generates_what_transformers_does(kernel, budget, tiny_mo
     llm = LLM(folder, device=DEVICE, dtype="float16", attention_backend=kernel.name, max_num_batched_tokens=budget)
     assert llm.runner.graphs is not None
     assert_same_or_tied(generate(llm, PROMPTS), [reference(hf_model, prompt, 48) for prompt in PROMPTS])
-    llm.scheduler.check()
+    check_scheduler(llm.scheduler)
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,7 @@
 """LLM as its callers use it: prompts of every kind, bad input, and an engine that is whole after each error."""
 
 import pytest
+from helpers_scheduler import check_scheduler
 
 from nanoserve import LLM, SamplingParams
 
@@ -104,7 +105,7 @@ def test_bad_input_is_a_value_error_and_the_engine_answers_on(llm, call, names):
         call(llm)
     assert all(name in str(error.value) for name in names), error.value
     assert not llm.has_unfinished_requests()
-    llm.scheduler.check()
+    check_scheduler(llm.scheduler)
     assert texts(llm.generate([5, 6, 7], SHORT, use_tqdm=False)) == texts(before)
 
 
@@ -145,7 +146,7 @@ def test_a_failed_step_leaves_no_trace(llm, monkeypatch):
     with pytest.raises(RuntimeError, match="out of memory"):
         llm.generate([[5, 6, 7, 8, 9], [6, 7]], SHORT, use_tqdm=False)
     assert not llm.has_unfinished_requests()
-    llm.scheduler.check()
+    check_scheduler(llm.scheduler)
     assert texts(llm.generate([[5, 6, 7, 8, 9], [6, 7]], SHORT, use_tqdm=False)) == expected
     calls.clear()
     llm.add_request("x", [5, 6, 7, 8, 9], SHORT)

@@ -9,6 +9,7 @@ import time
 from collections import deque
 
 import pytest
+from helpers_scheduler import check_scheduler
 from tiny_models import SIZES, save_model
 from transformers import LlamaConfig
 
@@ -90,7 +91,7 @@ def test_nothing_grows_and_nothing_gets_slower(folder, options):
         if i * CHUNK >= number / 5:
             gc.collect()
             memory.append(resident())
-    llm.scheduler.check()
+    check_scheduler(llm.scheduler)
     # The prefix cache has at most a name for each block, and no more: by now there are as many as there ever will be.
     grown = {name: (counted[name], now) for name, now in containers(llm).items() if now > counted[name]}
     assert all(name.startswith("blocks._cached") and now <= 600 for name, (_, now) in grown.items()), grown

@@ -10,7 +10,7 @@ from math import sqrt
 import numpy as np
 import pytest
 import torch
-from helpers_scheduler import make_request, make_scheduler, step
+from helpers_scheduler import check_scheduler, make_request, make_scheduler, step
 from lockstep import vllm_scheduler
 from tiny_models import CONFIGS, save_model
 
@@ -313,7 +313,7 @@ def make_llm(folder, oracle=None, drafts=DRAFTS, **options):
         with_drafts = {request.request_id for request in llm.scheduler.running if request.spec_token_ids}
         news = make_step()
         llm.seen["preempted with drafts"] += len(with_drafts & llm.last_output.preempted_req_ids)
-        llm.scheduler.check()
+        check_scheduler(llm.scheduler)
         return news
 
     llm.runner.launch, llm.scheduler.update_from_output, llm._step = checked_launch, counted_update, checked_step
@@ -325,7 +325,7 @@ def make_llm(folder, oracle=None, drafts=DRAFTS, **options):
 def assert_nothing_is_left(llm):
     """Blocks, rows, states and indices, once one more step has told who finished."""
     assert not llm.has_unfinished_requests() and llm.step() == []
-    llm.scheduler.check()
+    check_scheduler(llm.scheduler)
     llm.block_manager.check()
     assert llm.block_manager.num_free_blocks == llm.block_manager.num_blocks
     assert not llm._states and not llm._in_flight and not llm.runner._rows
@@ -621,7 +621,7 @@ def test_a_preempted_request_loses_its_drafts():
     scheduler.abort_request("first")
     output = scheduler.schedule()
     assert [(s.token_ids, s.num_spec_tokens) for s in output.scheduled] == [(second.token_ids, 0)]
-    scheduler.check()
+    check_scheduler(scheduler)
 
 
 def test_drafts_are_verified_once():
@@ -706,7 +706,7 @@ def test_a_failed_step_with_drafts_is_run_again_without_a_trace(small, llama, ex
         try:
             outputs |= {output.request_id: output for output in llm.step()}
         except RuntimeError:
-            llm.scheduler.check()
+            check_scheduler(llm.scheduler)
     assert_same([outputs[str(i)] for i in range(len(prompts))], answers)
     assert calls["failed with drafts"] > 0
     assert_drafts_were_right_and_wrong(llm)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from helpers_scheduler import check_scheduler
 from transformers import AutoModelForCausalLM
 
 from nanoserve import LLM, SamplingParams
@@ -60,7 +61,7 @@ def test_block_size_and_batching_do_not_change_tokens(llama, expected, block_siz
     assert tokens(again) == expected
     assert (again[1].num_cached_tokens > 0) == caching  # the second time round its blocks are there
     assert (one_by_one[3].num_cached_tokens >= 16) == caching  # it begins like PROMPTS[1]
-    llm.scheduler.check()
+    check_scheduler(llm.scheduler)
     assert llm.block_manager.num_free_blocks == llm.block_manager.num_blocks
 
 

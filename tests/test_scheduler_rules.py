@@ -4,7 +4,7 @@ import subprocess
 import sys
 
 import pytest
-from helpers_scheduler import answer, make_request, make_scheduler, names, shares, step
+from helpers_scheduler import answer, check_scheduler, make_request, make_scheduler, names, shares, step
 
 from nanoserve.request import RequestStatus
 from nanoserve.scheduler import Scheduler
@@ -354,7 +354,7 @@ def refused(scheduler: Scheduler, request, *named: str) -> None:
         scheduler.add_request(request)
     assert all(name in str(error.value) for name in named), error.value
     assert (scheduler.requests, list(scheduler.waiting), scheduler.running) == before
-    scheduler.check()
+    check_scheduler(scheduler)
 
 
 def test_what_could_never_finish_is_refused_and_nothing_is_queued():
@@ -371,7 +371,7 @@ def test_what_could_never_finish_is_refused_and_nothing_is_queued():
 
 def aborted(scheduler: Scheduler, request, free: int) -> bool:
     scheduler.abort_request(request.request_id)
-    scheduler.check()
+    check_scheduler(scheduler)
     return (
         request.status is RequestStatus.FINISHED_ABORTED
         and request.request_id not in scheduler.requests
@@ -402,7 +402,7 @@ def test_abort_between_schedule_and_update_drops_the_late_token():
     assert aborted(scheduler, request, free=3)
     assert scheduler.update_from_output(output, answer(output)) == []
     assert request.output_token_ids == [] and other.output_token_ids == [7]
-    scheduler.check()
+    check_scheduler(scheduler)
 
 
 def test_a_late_token_is_not_given_to_the_next_request_of_that_name():
@@ -446,7 +446,7 @@ def test_a_failed_step_puts_its_requests_back_and_leaves_the_others_alone():
     output = scheduler.schedule()
     assert shares(output) == {"A": 1, "B": 2, "C": 2}
     scheduler.requeue_running()
-    scheduler.check()
+    check_scheduler(scheduler)
     assert names(scheduler.waiting) == ["A", "B", "C"] and not scheduler.running
     assert {name: request.token_ids for name, request in scheduler.requests.items()} == before
     assert scheduler.block_manager.num_free_blocks == 100
@@ -468,7 +468,7 @@ def test_a_step_whose_results_were_unusable_can_be_requeued():
     with pytest.raises(ValueError):
         scheduler.update_from_output(output, [[7]])  # one answer for two requests
     scheduler.requeue_running()
-    scheduler.check()
+    check_scheduler(scheduler)
     assert names(scheduler.waiting) == ["A", "B"] and scheduler.block_manager.num_free_blocks == 8
 
 
@@ -511,6 +511,6 @@ def test_a_block_promised_to_a_step_that_has_not_run_is_not_found(events):
             scheduler.requeue_running()
         else:
             scheduler.update_from_output(output, answer(output))
-        scheduler.check()
+        check_scheduler(scheduler)
     # After a failure nothing in the cache is relied on.
     assert len(scheduler.block_manager.get_computed_blocks(same)) == (0 if "failure" in events else 1)

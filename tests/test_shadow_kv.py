@@ -10,6 +10,7 @@ from collections import Counter
 from itertools import accumulate
 
 import pytest
+from helpers_scheduler import check_scheduler
 
 from nanoserve.block_manager import BlockManager, cdiv
 from nanoserve.request import Request, SamplingParams
@@ -146,7 +147,7 @@ class ShadowRun:
         if self.scheduler.requests and self.rng.random() < self.options["abort_rate"]:
             request_id = self.rng.choice(list(self.scheduler.requests))
             self.scheduler.abort_request(request_id)
-            self.scheduler.check()
+            check_scheduler(self.scheduler)
             self.counts["aborts"] += 1
             if reuse_id and self.rng.random() < 0.5:
                 self.add_request(request_id)
@@ -198,7 +199,7 @@ class ShadowRun:
                 self.counts["rejected drafts"] += share.num_spec_tokens - max(0, len(tokens) - 1) if tokens else 0
             if self.options["num_spec_tokens"]:
                 scheduler.update_draft_token_ids({s.request_id: self.drafts(s.request_id) for s in output.scheduled})
-        scheduler.check()
+        check_scheduler(scheduler)
 
     def drafts(self, request_id: str) -> list[int]:
         """The right next tokens, or, now and then, others."""
@@ -211,7 +212,7 @@ class ShadowRun:
 
     def check_step(self, output, decoding: list[str]) -> None:
         scheduler = self.scheduler
-        scheduler.check()
+        check_scheduler(scheduler)
         shares = {share.request_id: len(share.token_ids) for share in output.scheduled}
         withdrawn = self.block_manager.allocated & output.preempted_req_ids - shares.keys()
         self.counts["preemptions"] += len(output.preempted_req_ids)

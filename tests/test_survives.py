@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers_scheduler import check_scheduler
 from tiny_models import SIZES, save_model
 from transformers import LlamaConfig
 
@@ -84,7 +85,7 @@ def containers(llm) -> dict[str, int]:
 
 def assert_whole(llm) -> None:
     assert not llm.has_unfinished_requests() and llm.step() == []
-    llm.scheduler.check()
+    check_scheduler(llm.scheduler)
     assert llm.block_manager.num_free_blocks == llm.block_manager.num_blocks
     assert containers(llm) == llm.fresh
 
@@ -385,7 +386,7 @@ def test_a_forward_pass_that_fails_is_raised_once_and_its_kv_is_found_by_nobody(
             finish(llm, outputs)
         assert {*re.split(r"\W+", raised.value.__notes__[0].rpartition(":")[2].strip())} <= {*"abc"}
         assert not llm.scheduler.running and llm.block_manager.num_free_blocks == llm.block_manager.num_blocks
-        llm.scheduler.check()
+        check_scheduler(llm.scheduler)
         finish(llm, outputs)
         assert [answer(outputs[name]) for name in "abc"] == [expected[tuple(prompt)] for prompt in PROMPTS]
         assert_answers_on(llm, expected)
@@ -557,7 +558,7 @@ def make_call(rng, llm) -> tuple[str, Callable, tuple]:
         try:
             llm.add_request(*args)
         finally:
-            llm.scheduler.check()
+            check_scheduler(llm.scheduler)
             finish(llm)
 
     return kind, add_request, args

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers_scheduler import check_scheduler
 
 sys.path.append(str(Path(__file__).parents[1]))
 import example  # noqa: E402
@@ -24,7 +25,7 @@ class Checked(example.Recording):
 
     def step(self):
         outputs = super().step()
-        self.llm.scheduler.check()
+        check_scheduler(self.llm.scheduler)
         step, scheduler, manager = self.steps[-1], self.llm.scheduler, self.llm.block_manager
         told = json.loads(json.dumps(step))
         assert (told["running"], told["waiting"]) == ([*map(_id, scheduler.running)], [*map(_id, scheduler.waiting)])

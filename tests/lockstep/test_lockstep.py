@@ -9,6 +9,7 @@ import random
 from collections import Counter
 
 import pytest
+from helpers_scheduler import check_scheduler
 from lockstep.vllm_scheduler import VllmScheduler
 
 from nanoserve.block_manager import BlockManager, cdiv
@@ -107,7 +108,7 @@ class Lockstep:
         output = self.ours.schedule()
         their_output, withdrawn = self.theirs.schedule()
         parting = bool(withdrawn) and self.caching
-        self.ours.check()
+        check_scheduler(self.ours)
         self.counts["steps"] += 1
         self.counts["preemptions"] += len(output.preempted_req_ids)
         self.counts["withdrawn victims"] += len(withdrawn)
