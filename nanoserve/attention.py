@@ -58,7 +58,17 @@ def store_kv(k: torch.Tensor, v: torch.Tensor, kv_cache: torch.Tensor, slot_mapp
 def attend_torch(q: torch.Tensor, kv_cache: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
     """Plain PyTorch, on any device and with any block size: gather a group's blocks, then one dense attention.
 
-    The query heads that share a key head are laid out as more queries of that head, so keys are never repeated.
+    The query heads that share a key head are laid out as more queries of that head, so keys are never repeated. Here
+    the last of three tokens, in blocks 2 and 0 of a cache with two tokens to a block, sees three equal keys:
+
+    >>> one_head = lambda *numbers: torch.tensor(numbers).view(-1, 1, 1)
+    >>> cache, slots = torch.zeros(2, 3, 2, 1, 1), torch.tensor([4, 5, 0])
+    >>> store_kv(one_head(0.0, 0.0, 0.0), one_head(1.0, 3.0, 8.0), cache, slots)
+    >>> lens, table = np.array([3]), np.array([[2, 0]])
+    >>> groups = group_rows(np.array([0, 1]), lens, table, 2, 1, torch.float, torch.device("cpu"))
+    >>> rows = map(torch.tensor, ([0, 1], lens, [0, 3]))
+    >>> attend_torch(one_head(1.0), cache, AttentionMetadata(*rows, 1, 3, torch.tensor(table), slots, groups)).item()
+    4.0
     """
     num_heads, head_dim, num_kv_heads = q.shape[1], q.shape[2], kv_cache.shape[3]
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)

@@ -204,6 +204,9 @@ class LLM:
         used = 1 - self.block_manager.num_free_blocks / self.block_manager.num_blocks
         running, waiting = len(self.scheduler.running), len(self.scheduler.waiting)
         now = {"kv_cache_usage": used, "num_requests_running": running, "num_requests_waiting": waiting}
+        drafts, accepted = self._counters["num_drafts"], self._counters["num_accepted_tokens"]
+        now["draft_acceptance_rate"] = accepted / max(1, self._counters["num_draft_tokens"])
+        now["mean_acceptance_length"] = 1 + accepted / max(1, drafts)  # tokens per verified draft
         return {**self._counters, **now}
 
     @contextmanager
