@@ -174,8 +174,9 @@ class LLM:
 
     def abort_request(self, request_ids: str | Iterable[str]) -> None:
         """Drop requests and give their blocks back; ids that are not live are ignored."""
+        names = [request_ids] if isinstance(request_ids, str) else list(request_ids)
         with self._turn():
-            for request_id in [request_ids] if isinstance(request_ids, str) else list(request_ids):
+            for request_id in names:
                 self.scheduler.abort_request(request_id)
                 if state := self._states.pop(request_id, None):
                     state.news[state] = None
