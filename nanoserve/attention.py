@@ -71,7 +71,7 @@ def attend_torch(q: torch.Tensor, kv_cache: torch.Tensor, metadata: AttentionMet
     4.0
     """
     num_heads, head_dim, num_kv_heads = q.shape[1], q.shape[2], kv_cache.shape[3]
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    out = q.new_empty(q.shape)
     for group in metadata.row_groups:
         rows = group.bias.shape[0]
         keys, values = (

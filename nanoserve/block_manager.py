@@ -10,7 +10,7 @@ all before them; whoever starts with the same tokens reuses it. A free block kee
 """
 
 from array import array
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
@@ -60,7 +60,7 @@ class BlockManager:
         self._block_hash: list[bytes | None] = [None] * self.num_blocks
         self._cached: dict[bytes, dict[int, None]] = {}  # hash -> the blocks that carry it, oldest first
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(self.num_blocks))  # next to be handed out first
-        self._held: dict[str, _Holding] = {}
+        self._held: defaultdict[str, _Holding] = defaultdict(_Holding)
 
     @property
     def num_free_blocks(self) -> int:
@@ -126,8 +126,7 @@ class BlockManager:
             num_revived = sum(self._ref_counts[block] == 0 for block in computed_blocks)  # free now, not free then
             if num_wanted - num_held + num_revived > len(self._free):
                 return None
-            if holding is None:
-                holding = self._held[request.request_id] = _Holding()
+            holding = self._held[request.request_id]
             for block in computed_blocks:
                 self._free.pop(block, None)
                 self._ref_counts[block] += 1
@@ -188,8 +187,6 @@ class BlockManager:
 
     def _hashes(self, request: Request, num_blocks: int) -> list[bytes]:
         """The hashes of the request's full blocks, at least `num_blocks`; each is computed once while it holds any."""
-        if request.request_id not in self._held:
-            self._held[request.request_id] = _Holding()
         hashes = self._held[request.request_id].hashes
         for i in range(len(hashes), num_blocks):
             tokens = request.token_ids[i * self.block_size : (i + 1) * self.block_size]

@@ -252,7 +252,8 @@ class LLM:
             self._read(state, result.logprobs[i], end)
         if self.drafter:
             self.drafter.forget(output.finished_req_ids)
-            for request in (state.request for state in self._news if not state.finished):
+            sampled = zip(states, result.sampled_token_ids, strict=True)
+            for request in (state.request for state, token_ids in sampled if token_ids and not state.finished):
                 drafts = self.drafter.propose(request.request_id, request.token_ids)
                 # What would come after the request's last token need not be computed.
                 drafts = drafts[: request.max_num_tokens - request.num_tokens - 1]

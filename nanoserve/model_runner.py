@@ -159,15 +159,14 @@ class ModelRunner:
         return partial(_result, scheduled, lambda: done)
 
     def reset(self) -> None:
-        """Forget the rows, once no step runs: whoever still runs comes back as a new request."""
-        self.wait()
-        self._rows: dict[str, int] = {}
-        self._free_rows = list(range(len(self._asked)))
+        """Forget the rows, once no step runs: whoever still runs comes back as a new request.
 
-    def wait(self) -> None:
-        """Until a CPU's worker has nothing to do; what is left on a GPU comes before whatever it is given next."""
+        A CPU's worker is waited for; what a GPU has still to do comes before whatever it is given next.
+        """
         if self._worker:
             self._worker.submit(int).result()
+        self._rows: dict[str, int] = {}
+        self._free_rows = list(range(len(self._asked)))
 
     @torch.inference_mode()
     def _compute(self, packed: Tensor, shape: StepShape, groups: tuple, fresh: list[int], asked: np.ndarray,

@@ -48,8 +48,10 @@ def sample(logits: torch.Tensor, asked: np.ndarray, positions: np.ndarray, gener
         return torch.tensor(array, pin_memory=logits.is_cuda).to(logits.device, non_blocking=True)
 
     drawn, index, vocab_size = asked[rows, None], tensor(rows), logits.shape[1]
+    if len(rows) < len(asked):
+        logits, largest = logits[index], largest[index]
     # In float32, and with the largest at 0: no temperature is small enough to overflow.
-    weights = (logits[index] - largest[index, None].float()).div_(tensor(drawn["temperature"]))
+    weights = (logits - largest[:, None].float()).div_(tensor(drawn["temperature"]))
     if drawn["min_p"].any():
         weights.masked_fill_(weights < tensor(drawn["min_p"]).log_(), -torch.inf)
     top_k = np.where((drawn["top_k"] > 0) & (drawn["top_k"] < vocab_size), drawn["top_k"], vocab_size)
@@ -63,7 +65,7 @@ def sample(logits: torch.Tensor, asked: np.ndarray, positions: np.ndarray, gener
         noise[i].uniform_(generator=own.manual_seed(_mix(int(drawn["seed"][i, 0]), int(positions[rows[i]]))))
     # -log of uniform noise is exponential; its sign is left to argmin.
     sampled = weights.exp_().div_(noise.log_().clamp_(-1 / NOISE_STEP, -NOISE_STEP)).argmin(dim=-1)
-    return likeliest.index_copy_(0, index, torch.where(likeliest[index] < 0, likeliest[index], sampled))
+    return likeliest.index_copy_(0, index, sampled.masked_fill_(~largest.isfinite(), -1))
 
 
 def _mix(seed: int, position: int) -> int:

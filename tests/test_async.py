@@ -19,7 +19,7 @@ import torch
 from helpers_scheduler import check_scheduler, make_request, names, shares
 from test_cuda_contracts import stand_ins  # noqa: F401
 from test_cuda_graph import fake_graphs  # noqa: F401
-from test_shadow_kv import EOS, VOCABULARY, ShadowRun, ShadowRunner, generate_alone, prefix_numbers
+from test_shadow_kv import EOS, VOCABULARY, ShadowRun, ShadowRunner, generate_alone, prefix_numbers, run_cases
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from nanoserve import LLM, SamplingParams, model_runner
@@ -187,15 +187,7 @@ class AsyncShadowRun(ShadowRun):
 
 @pytest.mark.parametrize("chunk", range(NUM_CHUNKS))
 def test_outputs_are_the_synchronous_schedulers_with_one_step_in_flight(chunk):
-    counts = Counter()
-    for seed in range(chunk, NUM_CASES, NUM_CHUNKS):
-        run = AsyncShadowRun(seed)
-        try:
-            counts += run.run()
-        except Exception as error:
-            raise AssertionError(run.name) from error
-    for event in EVENTS:
-        assert counts[event], f"no {event}: these cases are too tame"
+    run_cases(map(AsyncShadowRun, range(chunk, NUM_CASES, NUM_CHUNKS)), EVENTS)
 
 
 def test_a_run_on_the_shadow_device_notices_who_takes_the_wrong_steps_tokens(monkeypatch):
