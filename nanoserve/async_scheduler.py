@@ -12,8 +12,8 @@ order, so whoever is handed a block that a step in flight still writes will writ
     schedule() gives it 1                6            2               7
 """
 
-from nanoserve.request import Request, RequestStatus
-from nanoserve.scheduler import Scheduler, SchedulerOutput
+from nanoserve.request import Request
+from nanoserve.scheduler import Scheduler
 
 
 class AsyncScheduler(Scheduler):
@@ -24,19 +24,6 @@ class AsyncScheduler(Scheduler):
 
     runs_ahead = True
 
-    def _num_new_tokens(self, request: Request, num_computed_tokens: int, budget: int) -> int:
-        if request.num_tokens + request.num_output_placeholders >= request.max_num_tokens:
-            return 0  # its last token is being sampled
-        return super()._num_new_tokens(request, num_computed_tokens, budget)
-
-    def _output(self, shares: dict[Request, int]) -> SchedulerOutput:
-        output = super()._output(shares)
-        for request, share in zip(shares, output.scheduled, strict=True):
-            request.num_output_placeholders += share.is_last_chunk
-        return output
-
-    def update_from_output(self, output: SchedulerOutput, sampled_token_ids: list[list[int]]) -> list[Request]:
-        for request, token_ids in zip(self._in_flight[output.step][1], sampled_token_ids, strict=True):
-            if token_ids and request.status is RequestStatus.RUNNING:
-                request.num_output_placeholders -= 1
-        return super().update_from_output(output, sampled_token_ids)
+    def _num_known(self, request: Request) -> int:
+        """With the tokens being sampled, but for the request's last, which is never computed."""
+        return min(request.num_tokens + request.num_output_placeholders, request.max_num_tokens - 1)

@@ -1,16 +1,15 @@
-"""PagedAttention's bookkeeping: the KV cache as blocks (Kwon et al. 2023, "Efficient Memory Management for Large
-Language Model Serving with PagedAttention").
+"""PagedAttention's bookkeeping: the KV cache as blocks (Kwon et al. 2023; chapter 2.2, section 5).
 
 This module decides which block a token's K/V goes to, which blocks two requests may share, and which block is handed
 out next. It holds numbers only: it does not know tensors, layers, or why a request wants blocks.
 
-A block is `block_size` consecutive tokens of one request. A request's block table maps its i-th block of tokens to a
-block id, so blocks need not be contiguous (chapter 2.2, section 5). A full block has a hash over its own tokens and
-all before them; whoever starts with the same tokens reuses it. A free block keeps its hash until it is handed out.
+A block is `block_size` consecutive tokens of one request, whose block table names the block for its i-th such run, so
+blocks need not be contiguous. A full block has a hash over its own tokens and all before them; whoever starts with the
+same tokens reuses it. A free block keeps its hash until it is handed out.
 """
 
 from array import array
-from collections import OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
@@ -90,9 +89,7 @@ class BlockManager:
         []
         """
         hits: list[int] = []
-        if not self.enable_prefix_caching:
-            return hits
-        num_blocks = (request.num_tokens - 1) // self.block_size
+        num_blocks = (request.num_tokens - 1) // self.block_size if self.enable_prefix_caching else 0
         for block_hash in self._hashes(request, num_blocks)[:num_blocks]:
             blocks = self._cached.get(block_hash)
             if not blocks:
@@ -143,23 +140,17 @@ class BlockManager:
         Blocks that can be hit go to the end of the free queue, the others to its front. A block promised to a step
         that did not run, or has not yet, is forgotten first: nobody may find what nobody wrote.
         """
-        holding = self._held.pop(request.request_id, None)
-        if holding is None:
-            return
+        holding = self._held.pop(request.request_id, _Holding())
         num_written = max(0, request.num_computed_tokens - request.num_in_flight_tokens) // self.block_size
         for block in holding.blocks[num_written:]:
             self._forget(block)
-        released = []
         for block in holding.blocks:
             self._ref_counts[block] -= 1
             if self._ref_counts[block] == 0:
-                released.append(block)
                 self._free[block] = None
-        for block in released:
-            if self._block_hash[block] is None:
                 self._free.move_to_end(block, last=False)
-        for block in reversed(released):
-            if self._block_hash[block] is not None:
+        for block in reversed(holding.blocks):
+            if self._ref_counts[block] == 0 and self._block_hash[block] is not None:
                 self._free.move_to_end(block)
 
     def _take(self) -> int:
@@ -195,15 +186,13 @@ class BlockManager:
 
     def check(self) -> None:
         """Raise AssertionError unless the invariants hold; for tests, after every step."""
-        counts = [0] * self.num_blocks
         for request_id, holding in self._held.items():
             assert len(set(holding.blocks)) == len(holding.blocks), f"{request_id} holds a block twice"
             assert holding.num_registered <= min(len(holding.blocks), len(holding.hashes) or len(holding.blocks))
-            for block in holding.blocks:
-                counts[block] += 1
+        held = Counter(block for holding in self._held.values() for block in holding.blocks)
+        counts = [held[block] for block in range(self.num_blocks)]
         assert counts == self._ref_counts, "reference counts differ from the tables that hold the blocks"
-        free = {block for block, count in enumerate(counts) if count == 0}
-        assert free == set(self._free), "the free queue differs from the blocks nobody holds"
+        assert {*self._free} == {*range(self.num_blocks)} - {*held}, "the free queue differs from the blocks nobody holds"
         named = {(block_hash, block) for block_hash, blocks in self._cached.items() for block in blocks}
         assert named == {(h, block) for block, h in enumerate(self._block_hash) if h is not None}
         assert all(self._cached.values()), "an empty entry stayed in the prefix cache"

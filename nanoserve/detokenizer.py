@@ -22,10 +22,8 @@ class Detokenizer:
     """
 
     def __init__(self, tokenizer: Any, prompt_token_ids: list[int], stop: tuple[str, ...], skip_special_tokens: bool):
-        self.text = ""
-        self.num_used = 0  # of the last append()'s ids: all, or up to the one that completed a stop string
-        self.ended = False  # what comes now is not taken
-        self._stop, self._tokenizer = stop, tokenizer
+        self.text, self.num_read = "", 0  # ids taken: not those after the one that completed a stop string
+        self._stop, self._tokenizer, self._ended = stop, tokenizer, False
         options = {"skip_special_tokens": skip_special_tokens, "clean_up_tokenization_spaces": False}
         self._decode = partial(tokenizer.decode, **options)
         added = tokenizer.added_tokens_decoder.items() if skip_special_tokens else ()
@@ -45,16 +43,17 @@ class Detokenizer:
         the leftmost counts. Without stop strings they are decoded at once. A character is never shown in part, unless
         the output ends there.
         """
-        stop, self.num_used = None, 0
-        while self.num_used < len(token_ids) and not (stop or self.ended):
-            token_id = token_ids[self.num_used]
-            self.num_used += 1
+        stop = None
+        for token_id in token_ids if not self._ended else ():
+            self.num_read += 1
             if self._spell(token_id):
                 self._window.append(token_id)
                 stop = self._extend(finished=False) if self._stop else None
-        if not (stop or self.ended) and (finished or not self._stop):
+            if stop:
+                break
+        if not (stop or self._ended) and (finished or not self._stop):
             stop = self._extend(finished)
-        self.ended = self.ended or finished or stop is not None
+        self._ended = self._ended or finished or stop is not None
         return stop
 
     def shown(self, finished: bool) -> str:

@@ -13,9 +13,10 @@ from dataclasses import replace
 from functools import partial
 from itertools import count
 from threading import RLock
-from typing import Any, cast
+from typing import Any
 
 import torch
+from tqdm import tqdm
 
 from nanoserve.async_scheduler import AsyncScheduler
 from nanoserve.block_manager import BlockManager
@@ -37,7 +38,7 @@ _COUNTERS = ("num_steps", "prompt_tokens", "generation_tokens", "num_preemptions
 class _RequestState:
     """A request as its caller sees it: text, logprobs and times, beside the scheduler's Request."""
 
-    def __init__(self, request: Request, prompt: str | None, tokenizer: Any):
+    def __init__(self, request: Request, prompt: str | None, tokenizer: Any, news: "dict[_RequestState, None]"):
         params = request.sampling_params
         self.request, self.prompt, self.prompt_token_ids = request, prompt, request.token_ids[:]
         stop, skip = tuple(params.stop or ()), params.skip_special_tokens
@@ -47,11 +48,11 @@ class _RequestState:
         self.metrics = RequestMetrics(request.arrival_time)
         self.num_seen = request.num_tokens  # tokens counted as generated
         self.num_reached = 0  # tokens computed at least once
-        self.news: dict[_RequestState, None] = {}  # where its caller looks for states that have got further
+        self.news = news  # where its caller looks for states that have got further
 
     def rewind(self) -> None:
         """Make the text anew, from all tokens, when it is wanted."""
-        self.detokenizer, self.num_read = self._make_detokenizer(), len(self.prompt_token_ids)
+        self.detokenizer = self._make_detokenizer()
 
     @property
     def finished(self) -> bool:
@@ -59,16 +60,16 @@ class _RequestState:
 
     def read(self) -> str | None:
         """Turn the tokens that came into text. Returns the stop string that ends it, if one does."""
+        begin = self.request.num_prompt_tokens + self.detokenizer.num_read
         # An id that ended the output is no part of the text.
         end = self.request.num_tokens - (self.request.status is RequestStatus.FINISHED_STOPPED)
-        stop = self.detokenizer.append(self.request.token_ids[self.num_read : end], self.finished)
-        self.num_read += self.detokenizer.num_used
-        return stop
+        return self.detokenizer.append(self.request.token_ids[begin:end], self.finished)
 
     def output(self) -> RequestOutput:
         self.read()
         request, text = self.request, self.detokenizer.shown(self.finished)
-        reasons, logprobs = (request.status.finish_reason, request.stop_reason), self.logprobs and self.logprobs[:]
+        logprobs = self.logprobs and self.logprobs[: request.num_output_tokens]
+        reasons = request.status.finish_reason, request.stop_reason
         completions = [CompletionOutput(text, request.output_token_ids, *reasons, logprobs)]
         metrics = replace(self.metrics, num_preemptions=request.num_preemptions)
         return RequestOutput(request.request_id, self.prompt, self.prompt_token_ids, completions, self.finished,
@@ -106,7 +107,6 @@ class LLM:
         self.last_output: SchedulerOutput | None = None  # the step scheduled last, for whoever watches
         self._in_flight: deque[tuple] = deque()  # steps launched: output, states, time, and what waits for the result
         self._states: dict[str, _RequestState] = {}
-        self._unread: list[tuple] = []  # states of the step that is being finished, and their logprobs
         self._news: dict[_RequestState, None] = {}  # what step() has not returned yet
         self._ids, self._counters = count(), Counter(dict.fromkeys(_COUNTERS, 0))
         self._lock = RLock()  # held by whoever changes requests or steps
@@ -122,8 +122,6 @@ class LLM:
         Returns one finished RequestOutput a prompt, in the prompts' order. Raises ValueError before anything is queued
         if one of them is impossible, a list has the wrong length, or `priority` is given under "fcfs".
         """
-        from tqdm import tqdm
-
         states = self._make_states(prompts, sampling_params, priority)
         begin, before = time.perf_counter(), self._counters["generation_tokens"]
         with tqdm(total=len(states), desc="requests", disable=not use_tqdm) as bar:
@@ -193,8 +191,9 @@ class LLM:
         """
         self._step()
         with self._turn():
-            outputs, self._news = [state.output() for state in self._news], {}
-        return outputs
+            outputs = [state.output() for state in self._news]
+            self._news.clear()
+            return outputs
 
     def get_metrics(self) -> dict[str, float]:
         """Counters since construction, in tokens, steps or requests, and the share of K/V blocks in use now.
@@ -223,18 +222,17 @@ class LLM:
                 self._in_flight.clear()
                 self.runner.reset()
                 self.scheduler.requeue_running()
-                if self.drafter:
-                    self.drafter.reset()
                 for state in [*self._states.values()]:
                     state.rewind()
-                for state, logprobs in self._unread:
-                    self._read(state, logprobs, time.time())
+                    self._read(state, time.time())
                 raise
 
     def _step(self) -> None:
         """Launch a step and finish it, or with async scheduling the one before it."""
         with self._turn():
             self.last_output = output = self.scheduler.schedule()
+            if self.drafter:
+                self.drafter.forget(output.finished_req_ids)
             states = [self._states[share.request_id] for share in output.scheduled]
             self._in_flight.append((output, states, time.time(), self.runner.launch(output)))
             num_left = int(self.scheduler.runs_ahead and bool(output.scheduled))
@@ -242,17 +240,17 @@ class LLM:
                 self._finish_step(*self._in_flight.popleft())
 
     def _finish_step(self, output: SchedulerOutput, states: list[_RequestState], begin: float, wait: Callable) -> None:
-        result = wait()
-        self._unread = list(zip(states, result.logprobs, strict=True))
+        result, end = wait(), time.time()
+        for state, logprobs in zip(states, result.logprobs, strict=True):
+            if state.logprobs is not None:
+                state.logprobs[state.request.num_output_tokens :] = map(self._logprobs, logprobs)
         self.scheduler.update_from_output(output, result.sampled_token_ids)
         self._counters.update(num_steps=1, num_preemptions=len(output.preempted_req_ids))
-        end = time.time()
-        for i, (state, share) in enumerate(zip(states, output.scheduled, strict=True)):
-            self._count(state, share, result.sampled_token_ids[i], begin)
-            self._read(state, result.logprobs[i], end)
+        sampled = list(zip(states, result.sampled_token_ids, strict=True))
+        for (state, token_ids), share in zip(sampled, output.scheduled, strict=True):
+            self._count(state, share, token_ids, begin)
+            self._read(state, end)
         if self.drafter:
-            self.drafter.forget(output.finished_req_ids)
-            sampled = zip(states, result.sampled_token_ids, strict=True)
             for request in (state.request for state, token_ids in sampled if token_ids and not state.finished):
                 drafts = self.drafter.propose(request.request_id, request.token_ids)
                 # What would come after the request's last token need not be computed.
@@ -264,16 +262,16 @@ class LLM:
         if state.metrics.first_scheduled_time is None:
             state.metrics.first_scheduled_time, length = begin, request.num_prompt_tokens
             queries = length if self.config.enable_prefix_caching else 0
-            self._counters.update(prompt_tokens=length, prefix_cache_queries=queries)
-            self._counters.update(prefix_cache_hits=request.num_cached_tokens)
+            hits = request.num_cached_tokens
+            self._counters.update(prompt_tokens=length, prefix_cache_queries=queries, prefix_cache_hits=hits)
         if start < state.num_reached:
             self._counters["recomputed_tokens"] += min(end, state.num_reached) - start
         state.num_reached = max(state.num_reached, min(end, request.num_tokens - 1))  # without rejected drafts
         if share.num_spec_tokens:
-            self._counters.update(num_drafts=1, num_draft_tokens=share.num_spec_tokens)
-            self._counters["num_accepted_tokens"] += len(token_ids) - 1
+            accepted = len(token_ids) - 1
+            self._counters.update(num_drafts=1, num_draft_tokens=share.num_spec_tokens, num_accepted_tokens=accepted)
 
-    def _read(self, state: _RequestState, logprobs: list[TokenLogprobs], now: float) -> None:
+    def _read(self, state: _RequestState, now: float) -> None:
         """Count a request's new tokens, if it has any, and end it if their text has come to a stop string.
 
         Text is made of them when somebody looks at it: here only if there are stop strings to look for.
@@ -283,13 +281,11 @@ class LLM:
         if not has_more or self._states.get(request.request_id) is not state:  # nor if it ended before this step did
             return
         if request.sampling_params.stop and (stop := state.read()) is not None:
-            self.scheduler.finish_request(request, RequestStatus.FINISHED_STOPPED, stop, state.num_read)
-        num_new, num_before = request.num_tokens - state.num_seen, state.num_seen - request.num_prompt_tokens
-        if state.logprobs is not None:
-            state.logprobs[num_before:] = [self._logprobs(each) for each in logprobs[:num_new]]
+            end = request.num_prompt_tokens + state.detokenizer.num_read
+            self.scheduler.finish_request(request, RequestStatus.FINISHED_STOPPED, stop, end)
+        self._counters["generation_tokens"] += request.num_tokens - state.num_seen
         state.num_seen = request.num_tokens
-        state.news[state] = self._news[state] = None
-        self._counters["generation_tokens"] += num_new
+        state.news[state] = None
         metrics.first_token_time = metrics.first_token_time or now
         if state.finished:
             metrics.finished_time = now
@@ -315,7 +311,6 @@ class LLM:
                 for state in [*news]:
                     with self._lock:
                         del news[state]
-                        self._news.pop(state, None)
                         left -= {state} if state.finished else set()
                         seen = look(state)
                     yield seen
@@ -326,9 +321,6 @@ class LLM:
             except BaseException:  # a second Ctrl-C
                 self.abort_request(names)
                 raise
-            finally:
-                for state in states:
-                    self._news.pop(state, None)
 
     def _add(self, state: _RequestState) -> None:
         self.scheduler.check_request(state.request)
@@ -338,15 +330,12 @@ class LLM:
 
     def _make_states(self, prompts: Any, params: Any, priority: Any) -> list[_RequestState]:
         """One state a prompt; all are checked before the first is queued."""
-        several = isinstance(prompts, list | tuple)
-        require(several or isinstance(prompts, str | dict), "prompts", "a prompt or a list of them", prompts)
-        if not several or (prompts and isinstance(prompts[0], int)):
+        if not isinstance(prompts, list | tuple) or (prompts and isinstance(prompts[0], int)):
             prompts = [prompts]
         by_priority = self.config.scheduling_policy == "priority"
         require(by_priority or priority is None, "priority", "None where scheduling_policy is 'fcfs'", priority)
-        params = SamplingParams() if params is None else params
-        params = _one_each("sampling_params", params, len(prompts), SamplingParams)
-        priority = _one_each("priority", 0 if priority is None else priority, len(prompts), int)
+        params = _one_each("sampling_params", params, SamplingParams(), len(prompts))
+        priority = _one_each("priority", priority, 0, len(prompts))
         ids = (str(i) for i in self._ids if str(i) not in self.scheduler.requests)
         states = [self._make_state(next(ids), *each) for each in zip(prompts, params, priority, strict=True)]
         for state in states:
@@ -356,16 +345,16 @@ class LLM:
     def _make_state(self, request_id: str, prompt: Prompt, params: SamplingParams, priority: int,
                     arrival_time: float | None = None) -> _RequestState:
         require(isinstance(request_id, str), "request_id", "a str", request_id)
-        require(isinstance(params, SamplingParams), "params", "a SamplingParams", params)
+        require(isinstance(params, SamplingParams), "sampling_params", "a SamplingParams", params)
         require_number("priority", priority, True, -(2**63), 2**63)
         require_number("arrival_time", arrival_time, False, 0, 1e12, optional=True)
         text, token_ids = self._tokenize(prompt)
         if self._more_eos_ids and not params.ignore_eos:
             params = replace(params, stop_token_ids=(*(params.stop_token_ids or ()), *self._more_eos_ids))
-        arrival_time = time.time() if arrival_time is None else arrival_time
-        return _RequestState(Request(request_id, token_ids, params, priority, arrival_time), text, self.tokenizer)
+        request = Request(request_id, token_ids, params, priority, time.time() if arrival_time is None else arrival_time)
+        return _RequestState(request, text, self.tokenizer, self._news)
 
-    def _tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+    def _tokenize(self, prompt: Any) -> tuple[str | None, list[int]]:
         """Text and ids of a prompt. Raises ValueError for what is no prompt, and for ids the model does not have."""
         text, ids = None, prompt
         if isinstance(prompt, dict):
@@ -373,7 +362,6 @@ class LLM:
         if isinstance(ids, str):
             with blame(f"the tokenizer cannot read {show(ids)}"):
                 text, ids = ids, self.tokenizer(ids)["input_ids"]
-        ids = cast(Any, ids)
         ok = isinstance(ids, list | tuple) and all(type(token_id) is int for token_id in ids)
         require(ok, "a prompt", "a str, a list of token ids or a dict with either", prompt)
         limit = self.config.hf_config.vocab_size
@@ -382,10 +370,9 @@ class LLM:
         return text, list(ids)
 
 
-def _one_each(name: str, value: Any, num_prompts: int, kind: type) -> list[Any]:
-    """`value` for every prompt, or its items one for each. Raises ValueError if their number or type is wrong."""
-    values = [value] * num_prompts if isinstance(value, kind) else value
-    ok = isinstance(values, list | tuple) and all(isinstance(item, kind) for item in values)
-    require(ok, name, f"a {kind.__name__} or a list of them", value)
-    require(len(values) == num_prompts, f"the number of {name}", f"{num_prompts}, one a prompt", len(values))
-    return list(values)
+def _one_each(name: str, given: Any, default: Any, num_prompts: int) -> list[Any]:
+    """What was given for every prompt, or its items one for each. Raises ValueError if their number is wrong."""
+    if not isinstance(given, list | tuple):
+        return [default if given is None else given] * num_prompts
+    require(len(given) == num_prompts, f"the number of {name}", f"{num_prompts}, one a prompt", len(given))
+    return list(given)

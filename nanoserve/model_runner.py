@@ -98,16 +98,14 @@ class ModelRunner:
 
     def _fit_blocks(self, config: EngineConfig) -> int:
         """How many blocks fit in memory. Raises ValueError with the numbers if one max_model_len request does not."""
+        space, num_wanted = CPU_CACHE_BYTES, cdiv(self.max_model_len, self.block_size)
         if self.device.type == "cuda":
             free, total = torch.cuda.mem_get_info(self.device)
             # Weights and the largest step's activations: nothing was given back since it ran.
             ours = torch.cuda.memory_reserved(self.device)
-            space, others = min(total * config.gpu_memory_utilization - ours, free * 0.95), total - free - ours
+            space = min(total * config.gpu_memory_utilization - ours, free * 0.95)
             print(f"nanoserve: of {total / GiB:.2f} GiB, weights and activations take {ours / GiB:.2f}, CUDA and other "
-                  f"processes {others / GiB:.2f}", file=sys.stderr)
-        else:
-            space = CPU_CACHE_BYTES
-        num_wanted = cdiv(self.max_model_len, self.block_size)
+                  f"processes {(total - free - ours) / GiB:.2f}", file=sys.stderr)
         num_blocks = min(int(space // self.block_bytes) - 1, config.max_num_seqs * num_wanted)
         if num_blocks < num_wanted:
             need, room = num_wanted * self.block_bytes / GiB, max(space, 0) / GiB
@@ -149,13 +147,12 @@ class ModelRunner:
         if not scheduled:
             return partial(ModelRunnerOutput, [], [])
         graphs = self.graphs if all(len(share.token_ids) == 1 for share in scheduled) else None
-        size = graphs.size_for(len(scheduled)) if graphs else 0
-        packed, shape, rows, positions, groups = self._pack(scheduled, size)
+        packed, shape, rows, *where = self._pack(scheduled, graphs.size_for(len(scheduled)) if graphs else 0)
         self._sample_index[rows] = np.arange(len(rows))
-        args = (packed, shape, groups, fresh, self._asked[rows], positions, graphs)
+        compute = partial(self._compute, packed, shape, self._asked[rows], *where, fresh, graphs)
         if self._worker:
-            return partial(_result, scheduled, self._worker.submit(self._compute, *args).result)
-        done = self._compute(*args)
+            return partial(_result, scheduled, self._worker.submit(compute).result)
+        done = compute()
         return partial(_result, scheduled, lambda: done)
 
     def reset(self) -> None:
@@ -169,8 +166,8 @@ class ModelRunner:
         self._free_rows = list(range(len(self._asked)))
 
     @torch.inference_mode()
-    def _compute(self, packed: Tensor, shape: StepShape, groups: tuple, fresh: list[int], asked: np.ndarray,
-                 positions: np.ndarray, graphs: DecodeGraphs | None) -> tuple[list[Tensor], torch.cuda.Event | None]:
+    def _compute(self, packed: Tensor, shape: StepShape, asked: np.ndarray, positions: np.ndarray, groups: tuple,
+                 fresh: list[int], graphs: DecodeGraphs | None) -> tuple[list[Tensor], torch.cuda.Event | None]:
         """Give the device its work: the step's sampled ids and logprobs in host memory once the event has come."""
         if fresh and self.backend.attend is attend_torch:  # it reads blocks to their end: masked, but 0 * NaN is NaN
             for cache in self.kv_caches:
@@ -269,12 +266,12 @@ def _result(scheduled: list[ScheduledRequest], wait: Callable[[], tuple]) -> Mod
 
 
 def _choose_device_and_dtype(config: EngineConfig) -> tuple[torch.device, torch.dtype]:
-    device, dtype = torch.device(config.device or ("cuda" if torch.cuda.is_available() else "cpu")), config.dtype
-    if device.type == "cuda":
-        if not torch.cuda.is_available():
-            raise ValueError(f"device={config.device!r}, but PyTorch {torch.__version__} finds no CUDA GPU")
-        torch.cuda.set_device(device.index or 0)
-        torch.cuda.empty_cache()  # what an engine before this one left
+    dtype = config.dtype
+    with blame(f"device={config.device!r}, but PyTorch {torch.__version__} does not have it"):
+        device = torch.device(config.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        if device.type == "cuda":
+            torch.cuda.set_device(device.index or 0)
+            torch.cuda.empty_cache()  # what an engine before this one left
     if dtype == "auto":
         dtype = "float32" if device.type == "cpu" else str(config.hf_config.dtype or "float32").removeprefix("torch.")
     return device, getattr(torch, dtype)

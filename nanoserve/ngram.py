@@ -27,11 +27,8 @@ class NgramProposer:
         low, high = list(given.values())[0], list(given.values())[-1]
         require(low <= high, "prompt_lookup_min", f"at most prompt_lookup_max={high}", low)
         self.num_speculative_tokens, self.lengths = num_speculative_tokens, range(low, high + 1)
-        self.reset()
-
-    def reset(self) -> None:
-        self._index: dict[str, dict[tuple[int, ...], int]] = {}  # by request: n-gram -> where it first ended
-        self._num_indexed: dict[str, int] = {}
+        # By request: where each n-gram first ended, and how many tokens were looked at.
+        self._seen: dict[str, tuple[dict[tuple[int, ...], int], int]] = {}
 
     def propose(self, request_id: str, token_ids: Sequence[int]) -> list[int]:
         """Drafts to follow token_ids, which only ever grow for one request_id; [] if there is nothing to go by.
@@ -39,11 +36,11 @@ class NgramProposer:
         >>> NgramProposer("ngram", 3, prompt_lookup_max=2, prompt_lookup_min=1).propose("r", [7, 8, 9, 5, 7, 8])
         [9, 5, 7]
         """
-        index, num_tokens = self._index.setdefault(request_id, {}), len(token_ids)
-        for end in range(self._num_indexed.get(request_id, 0) + 1, num_tokens + 1):
+        num_tokens, (index, num_seen) = len(token_ids), self._seen.get(request_id, ({}, 0))
+        for end in range(num_seen + 1, num_tokens + 1):
             for n in self.lengths[: max(0, end - self.lengths[0] + 1)]:
                 index.setdefault(tuple(token_ids[end - n : end]), end)
-        self._num_indexed[request_id] = num_tokens
+        self._seen[request_id] = index, num_tokens
         for n in reversed(self.lengths[: max(0, num_tokens - self.lengths[0] + 1)]):
             if (end := index[tuple(token_ids[num_tokens - n :])]) < num_tokens:
                 return list(token_ids[end : end + self.num_speculative_tokens])
@@ -51,5 +48,4 @@ class NgramProposer:
 
     def forget(self, request_ids: Iterable[str]) -> None:
         for request_id in request_ids:
-            self._index.pop(request_id, None)
-            self._num_indexed.pop(request_id, None)
+            self._seen.pop(request_id, None)

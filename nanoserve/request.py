@@ -19,6 +19,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import InitVar, dataclass, field
 from enum import IntEnum
+from reprlib import Repr
 from typing import Any
 
 _LIMITS: Any = (  # of SamplingParams' numbers: integer, lowest, highest, may be None
@@ -28,17 +29,15 @@ _LIMITS: Any = (  # of SamplingParams' numbers: integer, lowest, highest, may be
 )  # fmt: skip
 
 
+_repr = Repr()  # of any value, however long, nested or broken
+_repr.maxstring = _repr.maxlong = _repr.maxother = 200
+show = _repr.repr
+
+
 def require(ok: bool, name: str, wanted: str, value: object) -> None:
     """Raise a ValueError that names what was given and what it must be, unless it is."""
     if not ok:
         raise ValueError(f"{name} must be {wanted}, got {show(value)}")
-
-
-def show(value: object) -> str:
-    try:
-        return f"{value!r:.200}"
-    except Exception:  # it holds itself, or a number of too many digits, or is somebody else's
-        return f"a {type(value).__name__}"
 
 
 def require_number(name: str, value: object, integer: bool, low: float, high: float, optional: bool = False) -> None:
@@ -127,7 +126,6 @@ class Request:
     max_num_tokens: int = 0  # set by Scheduler.add_request: the length at which the request ends
     num_computed_tokens: int = 0  # tokens whose K/V is written, or will be by steps already scheduled
     num_in_flight_tokens: int = 0  # of those: tokens of steps scheduled and not yet seen by update_from_output
-    num_output_placeholders: int = 0  # tokens that steps in flight are sampling (async_scheduler.py)
     num_preemptions: int = 0
     num_cached_tokens: int = 0  # prompt tokens taken from the prefix cache at first admission
     spec_token_ids: list[int] = field(default_factory=list)  # drafts to verify in the next step
@@ -147,6 +145,11 @@ class Request:
     def num_tokens_with_spec(self) -> int:
         """What num_computed_tokens chases: known tokens and drafts (chapter 2.2, section 6)."""
         return len(self.token_ids) + len(self.spec_token_ids)
+
+    @property
+    def num_output_placeholders(self) -> int:
+        """Tokens that steps in flight are sampling: each step that reached the end of what was known samples one."""
+        return max(0, self.num_computed_tokens + 1 - len(self.token_ids))
 
     @property
     def output_token_ids(self) -> list[int]:

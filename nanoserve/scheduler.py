@@ -128,10 +128,12 @@ class Scheduler:
     def _max_running(self) -> int:  # once this step has admitted
         return self.max_num_seqs
 
+    def _num_known(self, request: Request) -> int:
+        return request.num_tokens_with_spec
+
     def _num_new_tokens(self, request: Request, num_computed_tokens: int, budget: int) -> int:
         """What the request lacks, up to the long-prefill threshold, unless it is alone, the budget and the model."""
-        num_known = request.num_tokens_with_spec + request.num_output_placeholders
-        num_new, threshold = num_known - num_computed_tokens, self.long_prefill_token_threshold
+        num_new, threshold = self._num_known(request) - num_computed_tokens, self.long_prefill_token_threshold
         if 0 < threshold < num_new and len(self.requests) > 1:
             num_new = threshold
         return min(num_new, budget, self.max_model_len - 1 - num_computed_tokens)
@@ -145,7 +147,7 @@ class Scheduler:
 
     def _start_over(self, request: Request) -> None:
         request.status, request.spec_token_ids = RequestStatus.PREEMPTED, []
-        request.num_computed_tokens = request.num_in_flight_tokens = request.num_output_placeholders = 0
+        request.num_computed_tokens = request.num_in_flight_tokens = 0
         request.num_preemptions += 1
         self._preempted_req_ids.add(request.request_id)
 
@@ -229,8 +231,7 @@ class Scheduler:
         before, request.status, request.stop_reason = request.status, status, stop_reason
         del request.token_ids[request.num_tokens if num_tokens is None else num_tokens :]
         if not before.is_finished:  # it may be, by the length that the last token of its stop string reached
-            queue = self.running if before is RequestStatus.RUNNING else self.waiting
-            queue[:] = [each for each in queue if each is not request]
+            (self.running if before is RequestStatus.RUNNING else self.waiting).remove(request)
             self._finish(request)
 
     def abort_request(self, request_id: str) -> None:

@@ -220,18 +220,18 @@ def test_however_many_tokens_come_at_once_the_first_complete_stop_string_counts(
     end = next((n for n in range(len(text) + 1) if any(s in text[:n] for s in stop)), None)
     found = [(text[:end].find(s), s) for s in stop if end and s in text[:end]]
     place, matched = min(found, default=(len(text), None))
-    detokenizer, num_used = Detokenizer(BYTE_LEVEL, letters("x"), tuple(stop), True), 0
+    detokenizer = Detokenizer(BYTE_LEVEL, letters("x"), tuple(stop), True)
     ids, got = letters(text), None
     while ids and got is None:
         size = sizes.pop()
         got = detokenizer.append(ids[:size], finished=size >= len(ids))
-        num_used += detokenizer.num_used
+        num_read = detokenizer.num_read
         ids = ids[size:]
         if got is None and ids:  # held back: from the first place on that may yet become a stop string, no more
-            seen = text[:num_used]
-            held = next((i for i in range(num_used) if any(s.startswith(seen[i:]) for s in stop)), num_used)
+            seen = text[:num_read]
+            held = next((i for i in range(num_read) if any(s.startswith(seen[i:]) for s in stop)), num_read)
             assert detokenizer.shown(False) == seen[:held]
-    assert (detokenizer.shown(True), got, num_used) == (text[:place], matched, end or len(text))
+    assert (detokenizer.shown(True), got, detokenizer.num_read) == (text[:place], matched, end or len(text))
 
 
 def test_a_stop_string_in_byte_tokens_counts_at_once_though_they_are_not_shown_yet():

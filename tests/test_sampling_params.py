@@ -36,7 +36,7 @@ def test_an_impossible_value_is_refused_by_name_and_value(name, values):
     for value in values:
         with pytest.raises(ValueError) as error:
             SamplingParams(**{name: value})
-        assert name in str(error.value) and repr(value)[:200] in str(error.value)
+        assert name in str(error.value) and repr(value)[:90] in str(error.value)
 
 
 @pytest.mark.parametrize("name", ["n", "best_of", "presence_penalty", "use_beam_search", "guided_decoding", "top_kk"])
