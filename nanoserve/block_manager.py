@@ -192,7 +192,7 @@ class BlockManager:
         held = Counter(block for holding in self._held.values() for block in holding.blocks)
         counts = [held[block] for block in range(self.num_blocks)]
         assert counts == self._ref_counts, "reference counts differ from the tables that hold the blocks"
-        assert {*self._free} == {*range(self.num_blocks)} - {*held}, "the free queue differs from the blocks nobody holds"
+        assert {*self._free} == {*range(self.num_blocks)} - {*held}, "the free queue is not what nobody holds"
         named = {(block_hash, block) for block_hash, blocks in self._cached.items() for block in blocks}
         assert named == {(h, block) for block, h in enumerate(self._block_hash) if h is not None}
         assert all(self._cached.values()), "an empty entry stayed in the prefix cache"

@@ -1,24 +1,15 @@
 """Every option of the engine, checked once and never written again.
 
-This module decides which values are possible. It reads no file and asks no device: what depends on a checkpoint
-(`hf_config`, the sizes derived from it) is put in by `EngineConfig.for_model`.
+This module decides which values are possible. What depends on a checkpoint is put in by `EngineConfig.for_model`.
 """
 
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from nanoserve.request import require, require_number
+from nanoserve.request import check_options, require
 
-_CHOICES = {
-    "dtype": ("auto", "float32", "bfloat16", "float16"), "scheduling_policy": ("fcfs", "priority"),
-    "load_format": ("auto", "dummy"), "enable_prefix_caching": (True, False), "enforce_eager": (True, False),
-    "async_scheduling": (None, True, False),
-}  # fmt: skip
-_AT_LEAST = {
-    "max_model_len": 2, "max_num_seqs": 1, "max_num_batched_tokens": 1, "block_size": 1, "num_gpu_blocks_override": 1,
-    "long_prefill_token_threshold": 0, "seed": -(2**63),
-}  # fmt: skip
-_OPTIONAL = ("max_model_len", "block_size", "num_gpu_blocks_override")
+Count = Annotated[int, 1, 2**63 - 1]
+OptionalCount = Annotated[int | None, 1, 2**63 - 1]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,22 +17,21 @@ class EngineConfig:
     """Options with vLLM's names and meanings (vLLM engine/arg_utils.py); `device` and `attention_backend` are ours."""
 
     model: str  # a local folder, a hub id, or "demo"
-    dtype: str = "auto"  # the checkpoint's on CUDA, float32 on a CPU
-    max_model_len: int | None = None  # prompt and output together; None: the model's own limit
-    max_num_seqs: int = 256  # requests running at once
-    max_num_batched_tokens: int = 8192  # one step's token budget
-    block_size: int | None = None  # tokens to a K/V block; None: the attention backend's own
-    num_gpu_blocks_override: int | None = None  # blocks in the cache; None: sized from free memory
-    gpu_memory_utilization: float = 0.9
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # the checkpoint's on CUDA, float32 on a CPU
+    max_model_len: Annotated[int | None, 2, 2**63 - 1] = None  # prompt and output together; None: the model's own limit
+    max_num_seqs: Count = 256  # requests running at once
+    max_num_batched_tokens: Count = 8192  # one step's token budget
+    block_size: OptionalCount = None  # tokens to a K/V block; None: the attention backend's own
+    num_gpu_blocks_override: OptionalCount = None  # blocks in the cache; None: sized from free memory
+    gpu_memory_utilization: Annotated[float, 0, 1] = 0.9
     enable_prefix_caching: bool = True
     enforce_eager: bool = False  # True: no CUDA graphs, nothing compiled
-    scheduling_policy: str = "fcfs"
-    scheduler_cls: type | None = None  # None: Scheduler or AsyncScheduler
-    speculative_config: dict[str, Any] | None = None  # NgramProposer's arguments; None: no drafts
+    scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
+    speculative_config: dict | None = None  # NgramProposer's arguments; None: no drafts
     async_scheduling: bool | None = None  # schedule a step while the one before runs; None: on CUDA, without drafts
-    long_prefill_token_threshold: int = 0  # longest share of a request in one step; 0: no limit
-    load_format: str = "auto"  # "dummy": random weights, nothing but the config is read
-    seed: int = 0
+    long_prefill_token_threshold: Annotated[int, 0, 2**63 - 1] = 0  # longest share of a request; 0: no limit
+    load_format: Literal["auto", "dummy"] = "auto"  # "dummy": random weights, nothing but the config is read
+    seed: Annotated[int, -(2**63), 2**63 - 1] = 0
     device: str | None = None  # None: "cuda" if there is one, else "cpu"
     attention_backend: str = "auto"
     hf_config: Any = None  # the checkpoint's transformers config
@@ -59,22 +49,10 @@ class EngineConfig:
         return cls(model=model, **{**options, "dtype": dtype})
 
     def __post_init__(self):
-        require(isinstance(self.model, str) and bool(self.model), "model", "a folder, a hub id or 'demo'", self.model)
-        for name, choices in _CHOICES.items():
-            ok = any(type(getattr(self, name)) is type(one) and getattr(self, name) == one for one in choices)
-            require(ok, name, f"one of {', '.join(map(str, choices))}", getattr(self, name))
-        for name, low in _AT_LEAST.items():
-            require_number(name, getattr(self, name), True, low, 2**63 - 1, optional=name in _OPTIONAL)
-        require_number("gpu_memory_utilization", self.gpu_memory_utilization, False, 0, 1)
-        for name in ("device", "attention_backend"):
-            require(isinstance(getattr(self, name), str | None), name, "a name", getattr(self, name))
-        require(isinstance(self.scheduler_cls, type | None), "scheduler_cls", "a class", self.scheduler_cls)
-        drafts = self.speculative_config
-        require(drafts is None or isinstance(drafts, dict), "speculative_config", "None or a dict", drafts)
-        ahead = self.async_scheduling or getattr(self.scheduler_cls, "runs_ahead", False)
-        pair = (self.async_scheduling, self.scheduler_cls)
-        name = "async_scheduling, or its scheduler_cls,"
-        require(drafts is None or not ahead, name, "off where drafts need the tokens on the host", pair)
+        check_options(self)
+        require(self.model != "", "model", "a folder, a hub id or 'demo'", self.model)
+        ok = self.speculative_config is None or not self.async_scheduling
+        require(ok, "async_scheduling", "off where drafts need the tokens on the host", self.async_scheduling)
 
     def for_model(self, hf_config: Any, vocab_size: int) -> "EngineConfig":
         """This config with what the checkpoint decides. Raises ValueError if max_model_len is beyond the model's."""

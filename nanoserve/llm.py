@@ -6,7 +6,7 @@ This module decides what a caller's prompts become and when text comes back. It 
 
 import sys
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -39,20 +39,14 @@ class _RequestState:
     """A request as its caller sees it: text, logprobs and times, beside the scheduler's Request."""
 
     def __init__(self, request: Request, prompt: str | None, tokenizer: Any, news: "dict[_RequestState, None]"):
-        params = request.sampling_params
         self.request, self.prompt, self.prompt_token_ids = request, prompt, request.token_ids[:]
-        stop, skip = tuple(params.stop or ()), params.skip_special_tokens
-        self._make_detokenizer = partial(Detokenizer, tokenizer, self.prompt_token_ids, stop, skip)
-        self.rewind()
-        self.logprobs: list[dict[int, Logprob]] | None = None if params.logprobs is None else []
+        stop, skip = tuple(request.sampling_params.stop or ()), request.sampling_params.skip_special_tokens
+        self.make_detokenizer = partial(Detokenizer, tokenizer, self.prompt_token_ids, stop, skip)
+        self.detokenizer = self.make_detokenizer()
+        self.logprobs: list[dict[int, Logprob]] = []
         self.metrics = RequestMetrics(request.arrival_time)
-        self.num_seen = request.num_tokens  # tokens counted as generated
-        self.num_reached = 0  # tokens computed at least once
+        self.num_seen, self.num_reached = request.num_tokens, 0  # tokens counted as generated; computed at least once
         self.news = news  # where its caller looks for states that have got further
-
-    def rewind(self) -> None:
-        """Make the text anew, from all tokens, when it is wanted."""
-        self.detokenizer = self._make_detokenizer()
 
     @property
     def finished(self) -> bool:
@@ -68,7 +62,7 @@ class _RequestState:
     def output(self) -> RequestOutput:
         self.read()
         request, text = self.request, self.detokenizer.shown(self.finished)
-        logprobs = self.logprobs and self.logprobs[: request.num_output_tokens]
+        logprobs = None if request.sampling_params.logprobs is None else self.logprobs[: request.num_output_tokens]
         reasons = request.status.finish_reason, request.stop_reason
         completions = [CompletionOutput(text, request.output_token_ids, *reasons, logprobs)]
         metrics = replace(self.metrics, num_preemptions=request.num_preemptions)
@@ -97,7 +91,7 @@ class LLM:
         self.runner = runner = ModelRunner(config, folder)
         num_slots = runner.num_blocks * runner.block_size
         self.block_manager = BlockManager(runner.num_blocks, runner.block_size, config.enable_prefix_caching)
-        self.scheduler = (config.scheduler_cls or (AsyncScheduler if runner.async_scheduling else Scheduler))(
+        self.scheduler = (AsyncScheduler if runner.async_scheduling else Scheduler)(
             self.block_manager, max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens,
             policy=config.scheduling_policy, long_prefill_token_threshold=config.long_prefill_token_threshold,
             # A limit nobody asked for gives way to what the cache holds.
@@ -105,7 +99,7 @@ class LLM:
             eos_token_ids=eos_token_ids & {self.tokenizer.eos_token_id},
         )  # fmt: skip
         self.last_output: SchedulerOutput | None = None  # the step scheduled last, for whoever watches
-        self._in_flight: deque[tuple] = deque()  # steps launched: output, states, time, and what waits for the result
+        self._in_flight: list[tuple] = []  # steps launched: output, states, time, and what waits for the result
         self._states: dict[str, _RequestState] = {}
         self._news: dict[_RequestState, None] = {}  # what step() has not returned yet
         self._ids, self._counters = count(), Counter(dict.fromkeys(_COUNTERS, 0))
@@ -126,7 +120,7 @@ class LLM:
         begin, before = time.perf_counter(), self._counters["generation_tokens"]
         with tqdm(total=len(states), desc="requests", disable=not use_tqdm) as bar:
             for state in self._run(states, lambda state: state):
-                if use_tqdm and state.finished:
+                if state.finished:
                     rate = (self._counters["generation_tokens"] - before) / (time.perf_counter() - begin)
                     queues = f"running {len(self.scheduler.running)}, waiting {len(self.scheduler.waiting)}"
                     bar.set_postfix_str(f"{rate:.1f} tokens/s, {queues}", refresh=False)
@@ -223,7 +217,7 @@ class LLM:
                 self.runner.reset()
                 self.scheduler.requeue_running()
                 for state in [*self._states.values()]:
-                    state.rewind()
+                    state.detokenizer = state.make_detokenizer()  # reads again, from the first token
                     self._read(state, time.time())
                 raise
 
@@ -237,20 +231,20 @@ class LLM:
             self._in_flight.append((output, states, time.time(), self.runner.launch(output)))
             num_left = int(self.scheduler.runs_ahead and bool(output.scheduled))
             while len(self._in_flight) > num_left * self.scheduler.has_unfinished_requests:
-                self._finish_step(*self._in_flight.popleft())
+                self._finish_step(*self._in_flight.pop(0))
 
     def _finish_step(self, output: SchedulerOutput, states: list[_RequestState], begin: float, wait: Callable) -> None:
         result, end = wait(), time.time()
-        for state, logprobs in zip(states, result.logprobs, strict=True):
-            if state.logprobs is not None:
-                state.logprobs[state.request.num_output_tokens :] = map(self._logprobs, logprobs)
-        self.scheduler.update_from_output(output, result.sampled_token_ids)
         self._counters.update(num_steps=1, num_preemptions=len(output.preempted_req_ids))
-        sampled = list(zip(states, result.sampled_token_ids, strict=True))
-        for (state, token_ids), share in zip(sampled, output.scheduled, strict=True):
-            self._count(state, share, token_ids, begin)
+        for i, (state, share) in enumerate(zip(states, output.scheduled, strict=True)):
+            self._count(state, share, result.sampled_token_ids[i], begin)
+            if result.logprobs[i]:
+                state.logprobs[state.request.num_output_tokens :] = map(self._logprobs, result.logprobs[i])
+        self.scheduler.update_from_output(output, result.sampled_token_ids)
+        for state in states:
             self._read(state, end)
         if self.drafter:
+            sampled = zip(states, result.sampled_token_ids, strict=True)
             for request in (state.request for state, token_ids in sampled if token_ids and not state.finished):
                 drafts = self.drafter.propose(request.request_id, request.token_ids)
                 # What would come after the request's last token need not be computed.
@@ -258,18 +252,18 @@ class LLM:
                 self.scheduler.update_draft_token_ids({request.request_id: drafts})
 
     def _count(self, state: _RequestState, share: ScheduledRequest, token_ids: list[int], begin: float) -> None:
-        start, end, request = share.num_computed_tokens, share.num_computed_tokens + len(share.token_ids), state.request
+        counters, request, start = self._counters, state.request, share.num_computed_tokens
         if state.metrics.first_scheduled_time is None:
             state.metrics.first_scheduled_time, length = begin, request.num_prompt_tokens
-            queries = length if self.config.enable_prefix_caching else 0
-            hits = request.num_cached_tokens
-            self._counters.update(prompt_tokens=length, prefix_cache_queries=queries, prefix_cache_hits=hits)
-        if start < state.num_reached:
-            self._counters["recomputed_tokens"] += min(end, state.num_reached) - start
-        state.num_reached = max(state.num_reached, min(end, request.num_tokens - 1))  # without rejected drafts
+            queries, hits = length if self.config.enable_prefix_caching else 0, request.num_cached_tokens
+            counters.update(prompt_tokens=length, prefix_cache_queries=queries, prefix_cache_hits=hits)
+        end = start + len(share.token_ids)
         if share.num_spec_tokens:
-            accepted = len(token_ids) - 1
-            self._counters.update(num_drafts=1, num_draft_tokens=share.num_spec_tokens, num_accepted_tokens=accepted)
+            accepted, end = len(token_ids) - 1, end - share.num_spec_tokens + len(token_ids) - 1
+            counters.update(num_drafts=1, num_draft_tokens=share.num_spec_tokens, num_accepted_tokens=accepted)
+        if start < state.num_reached:
+            counters["recomputed_tokens"] += min(end, state.num_reached) - start
+        state.num_reached = max(state.num_reached, end)
 
     def _read(self, state: _RequestState, now: float) -> None:
         """Count a request's new tokens, if it has any, and end it if their text has come to a stop string.
@@ -311,8 +305,9 @@ class LLM:
                 for state in [*news]:
                     with self._lock:
                         del news[state]
-                        left -= {state} if state.finished else set()
                         seen = look(state)
+                        if state.finished:
+                            left.discard(state)
                     yield seen
         finally:
             names = [state.request.request_id for state in left if not state.finished]
@@ -351,7 +346,7 @@ class LLM:
         text, token_ids = self._tokenize(prompt)
         if self._more_eos_ids and not params.ignore_eos:
             params = replace(params, stop_token_ids=(*(params.stop_token_ids or ()), *self._more_eos_ids))
-        request = Request(request_id, token_ids, params, priority, time.time() if arrival_time is None else arrival_time)
+        request = Request(request_id, token_ids, params, priority, arrival_time or time.time())
         return _RequestState(request, text, self.tokenizer, self._news)
 
     def _tokenize(self, prompt: Any) -> tuple[str | None, list[int]]:

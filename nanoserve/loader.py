@@ -1,8 +1,7 @@
 """From a checkpoint to a model: safetensors to parameters, each exactly once.
 
-This module decides where a checkpoint lies and whether it is whole. Config and headers are checked before any memory is
-taken; the model is built on the meta device, so its weights are allocated once. Pickle files are never opened and no
-code of a checkpoint is run.
+This module decides where a checkpoint lies and whether it is whole, which is checked before any memory is taken. Pickle
+files are never opened and no code of a checkpoint is run.
 """
 
 import json
@@ -21,10 +20,8 @@ from nanoserve.request import blame, require, require_number
 
 _PATTERNS = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]
 # What config.json must say, or transformers would make it up, and the largest value that is no damage.
-_SIZES = {
-    "hidden_size": 1 << 20, "intermediate_size": 1 << 20, "num_hidden_layers": 1 << 9, "num_attention_heads": 1 << 16,
-    "vocab_size": 1 << 24, "max_position_embeddings": 1 << 30,
-}  # fmt: skip
+_SIZES = {"hidden_size": 1 << 20, "intermediate_size": 1 << 20, "num_hidden_layers": 1 << 9,
+          "num_attention_heads": 1 << 16, "vocab_size": 1 << 24, "max_position_embeddings": 1 << 30}  # fmt: skip
 
 
 def find_model(model: str) -> Path:
@@ -67,7 +64,7 @@ def load_tokenizer(folder: Path, config: Any) -> tuple[Any, set[int]]:
 def load_model(folder: Path, config: Any, attend: Attend, max_model_len: int, dtype: torch.dtype, device: torch.device,
                dummy: bool) -> CausalLM:
     """The model on `device`, with its or random weights. Raises ValueError naming the file and tensor at fault."""
-    with torch.device("meta"):
+    with torch.device("meta"):  # no memory until the files are known to be whole
         model = CausalLM(config, attend).to(dtype)
     files = {} if dummy else _open_weights(folder, dict(model.checkpoint_tensors()))
     model.to_empty(device=device)

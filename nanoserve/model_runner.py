@@ -176,19 +176,14 @@ class ModelRunner:
             logits = graphs.replay(packed, shape.num_rows)
         else:
             logits = self._forward(groups, packed.to(self.device, non_blocking=True), shape)
-        results: list[Tensor] = []
-        if len(asked):
-            # Ids beyond the tokenizer's are rows of padding: no token they name can be read.
-            logits = logits[: len(asked), : self.vocab_size]
-            results.append(sample(logits, asked, positions, self.generator))
-            self._sampled[: len(asked)] = results[0].clamp(min=0)
-            if (num_logprobs := int(asked["logprobs"].max())) >= 0:
-                results += gather_logprobs(logits, results[0].clamp(min=0), num_logprobs)
+        # Ids beyond the tokenizer's are rows of padding: no token they name can be read.
+        logits = logits[: len(asked), : self.vocab_size]
+        sampled = sample(logits, asked, positions, self.generator)
+        self._sampled[: len(asked)] = known = sampled.clamp(min=0)
+        num_logprobs = int(asked["logprobs"].max(initial=-1))
+        results = [sampled, *(gather_logprobs(logits, known, num_logprobs) if num_logprobs >= 0 else ())]
         results = [tensor.to("cpu", non_blocking=True) for tensor in results]
-        event = torch.cuda.Event() if self.device.type == "cuda" else None
-        if event:
-            event.record()
-        return results, event
+        return results, torch.cuda.current_stream().record_event() if self.device.type == "cuda" else None
 
     def _update_rows(self, output: SchedulerOutput) -> list[int]:
         """Keep a row per running request; blocks are only ever appended to its block table. Returns the new blocks, but
@@ -250,7 +245,7 @@ def _result(scheduled: list[ScheduledRequest], wait: Callable[[], tuple]) -> Mod
     tensors, event = wait()
     if event:
         event.synchronize()
-    token_ids, *logprobs = [tensor.tolist() for tensor in tensors] or [[]]
+    token_ids, *logprobs = [tensor.tolist() for tensor in tensors]
     output, end = ModelRunnerOutput([], [[] for _ in scheduled]), 0
     for i, share in enumerate(scheduled):
         begin, end = end, end + (share.num_spec_tokens + 1 if share.is_last_chunk else 0)

@@ -19,19 +19,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import InitVar, dataclass, field
 from enum import IntEnum
-from reprlib import Repr
-from typing import Any
+from functools import cache
+from typing import Annotated, Literal, get_args, get_origin, get_type_hints
 
-_LIMITS: Any = (  # of SamplingParams' numbers: integer, lowest, highest, may be None
-    ("temperature", False, 0, 1e6, False), ("top_p", False, 0, 1, False), ("top_k", True, -1, 2**31, False),
-    ("min_p", False, 0, 1, False), ("seed", True, -(2**63), 2**64 - 1, True), ("max_tokens", True, 1, 2**31, True),
-    ("logprobs", True, 0, 2**20, True),
-)  # fmt: skip
-
-
-_repr = Repr()  # of any value, however long, nested or broken
-_repr.maxstring = _repr.maxlong = _repr.maxother = 200
-show = _repr.repr
+_get_hints = cache(get_type_hints)
+_KINDS = {str: "a name", str | None: "a name", dict | None: "None or a dict"}
 
 
 def require(ok: bool, name: str, wanted: str, value: object) -> None:
@@ -40,10 +32,33 @@ def require(ok: bool, name: str, wanted: str, value: object) -> None:
         raise ValueError(f"{name} must be {wanted}, got {show(value)}")
 
 
+def show(value: object) -> str:
+    try:
+        return f"{value!r:.200}"
+    except Exception:  # it holds itself, or a number of too many digits, or is somebody else's
+        return f"a {type(value).__name__}"
+
+
 def require_number(name: str, value: object, integer: bool, low: float, high: float, optional: bool = False) -> None:
     ok = isinstance(value, int if integer else int | float) and not isinstance(value, bool) and low <= value <= high
     wanted = f"{'an integer' if integer else 'a number'} in [{low}, {high}]"
     require(ok or (optional and value is None), name, wanted, value)
+
+
+def check_options(options: object) -> None:
+    """Raise ValueError unless a dataclass's fields are what their annotations say: Annotated[number, lowest, highest],
+    Literal, bool, or one of _KINDS. Others are not looked at.
+    """
+    for name, hint in _get_hints(type(options), include_extras=True).items():
+        value, args = getattr(options, name), get_args(hint)
+        if get_origin(hint) is Annotated:
+            require_number(name, value, args[0] is not float, *args[1:], optional=args[0] == int | None)
+        elif get_origin(hint) is Literal or hint in (bool, bool | None):
+            choices = {bool: (True, False), bool | None: (None, True, False)}.get(hint, args)
+            ok = any(type(value) is type(one) and value == one for one in choices)
+            require(ok, name, f"one of {', '.join(map(str, choices))}", value)
+        elif hint in _KINDS:
+            require(isinstance(value, hint), name, _KINDS[hint], value)
 
 
 @contextmanager
@@ -62,21 +77,20 @@ class SamplingParams:
     Raises ValueError, naming the value and its limits, on construction.
     """
 
-    temperature: float = 1.0  # 0 is greedy: the largest logit, exactly
-    top_p: float = 1.0  # keep the smallest set whose probability reaches top_p
-    top_k: int = 0  # keep the k largest; 0 or -1: all
-    min_p: float = 0.0  # keep tokens at least min_p times as probable as the likeliest
-    seed: int | None = None  # the same tokens alone, in any batch, after preemption
-    max_tokens: int | None = 16  # None: up to max_model_len
+    temperature: Annotated[float, 0, 1e6] = 1.0  # 0 is greedy: the largest logit, exactly
+    top_p: Annotated[float, 0, 1] = 1.0  # keep the smallest set whose probability reaches top_p
+    top_k: Annotated[int, -1, 2**31] = 0  # keep the k largest; 0 or -1: all
+    min_p: Annotated[float, 0, 1] = 0.0  # keep tokens at least min_p times as probable as the likeliest
+    seed: Annotated[int | None, -(2**63), 2**64 - 1] = None  # the same tokens alone, in any batch, after preemption
+    max_tokens: Annotated[int | None, 1, 2**31] = 16  # None: up to max_model_len
     stop: str | Sequence[str] | None = None  # strings that end the output; not part of it
     stop_token_ids: Sequence[int] | None = None  # ids that end the output
     ignore_eos: bool = False
-    logprobs: int | None = None  # return this many most likely tokens per position, besides the sampled one
+    logprobs: Annotated[int | None, 0, 2**20] = None  # of so many likeliest tokens, besides the sampled one
     skip_special_tokens: bool = True
 
     def __post_init__(self):
-        for name, *limits in _LIMITS:
-            require_number(name, getattr(self, name), *limits)
+        check_options(self)
         require(self.top_p > 0, "top_p", "in (0, 1]", self.top_p)
         stop = (self.stop,) if isinstance(self.stop, str) else () if self.stop is None else self.stop
         ok = isinstance(stop, Sequence) and all(isinstance(each, str) and each for each in stop)
@@ -84,8 +98,6 @@ class SamplingParams:
         ids = () if self.stop_token_ids is None else self.stop_token_ids
         ok = isinstance(ids, Sequence) and all(type(each) is int and each >= 0 for each in ids)
         require(ok, "stop_token_ids", "a list of token ids", self.stop_token_ids)
-        for name in ("ignore_eos", "skip_special_tokens"):
-            require(isinstance(getattr(self, name), bool), name, "True or False", getattr(self, name))
         object.__setattr__(self, "seed", None if self.seed == -1 else self.seed)  # -1 is none, as in vLLM
         object.__setattr__(self, "stop", tuple(stop))
         object.__setattr__(self, "stop_token_ids", tuple(ids))

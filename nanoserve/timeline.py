@@ -1,6 +1,6 @@
 """Who computed what in which step, from the scheduler's outputs alone (the figures of chapter 2.2, sections 2 and 3).
 
-This module decides what counts as generating, idle and empty. The engine does not know it: its caller records steps.
+This module decides what counts as generating, idle and empty. The engine's caller records its steps here.
 """
 
 from collections import Counter
@@ -13,7 +13,6 @@ from nanoserve.scheduler import SchedulerOutput
 
 class Cell(Enum):
     """What a request does in one step: name, colour and hatch in the figures."""
-
     PREFILL = "prefill chunk", "#f2a33a", ""  # of a prompt, or of what a preemption lost
     DECODE = "decode", "#4cab6d", ""
     IDLE = "idle after finishing", "#a9d8b8", "////"  # keeps its slot until its static batch has ended
@@ -24,10 +23,8 @@ class Cell(Enum):
 
 class Timeline:
     """Slots and requests over steps; a slot is one of the `num_slots` (max_num_seqs) requests that may run at once.
-
     With `static` a request that has finished, which the next output tells, keeps its slot until its whole batch has.
     """
-
     def __init__(self, num_slots: int, static: bool = False):
         self.static = static
         self.steps: list[dict[str, Cell]] = []  # what each request does, by id; who is not there is absent
@@ -47,13 +44,13 @@ class Timeline:
         running, holders = (Cell.PREFILL, Cell.DECODE), self._holders
         self._state |= dict.fromkeys(output.preempted_req_ids, Cell.PREEMPTED)
         self._state |= dict.fromkeys(output.finished_req_ids, Cell.IDLE)
-        idle = set(holders) if self.static and any(self._state.get(name) in running for name in holders) else ()
+        idle = holders if self.static and any(cell in running for cell in self._state.values()) else ()
         self._state = state = {n: cell for n, cell in self._state.items() if cell is not Cell.IDLE or n in idle}
-        holders[:] = (name if state.get(name) in (*running, Cell.IDLE) else None for name in holders)
         cells = {name: Cell.STALLED if cell in running else cell for name, cell in state.items()}
+        holders[:] = (name if cells.get(name) in (Cell.STALLED, Cell.IDLE) else None for name in holders)
         for share in output.scheduled:
             name = share.request_id
-            if state.get(name) not in running:
+            if name not in holders:
                 holders[holders.index(None)] = name
             cells[name] = Cell.DECODE if state.get(name) is Cell.DECODE else Cell.PREFILL
             state[name] = Cell.DECODE if share.is_last_chunk else Cell.PREFILL

@@ -22,6 +22,7 @@ from test_cuda_graph import fake_graphs  # noqa: F401
 from test_shadow_kv import EOS, VOCABULARY, ShadowRun, ShadowRunner, generate_alone, prefix_numbers, run_cases
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from bench import use_scheduler
 from nanoserve import LLM, SamplingParams, model_runner
 from nanoserve.async_scheduler import AsyncScheduler
 from nanoserve.block_manager import BlockManager
@@ -848,8 +849,8 @@ def test_on_a_cpu_a_step_is_in_flight_only_if_somebody_asks_for_it(llama, wanted
 
 @pytest.mark.parametrize("kind", [Scheduler, StaticBatchScheduler])
 def test_a_scheduler_of_the_callers_own_has_no_step_in_flight(llama, expected, kind):
-    llm = make_llm(llama[0], True, scheduler_cls=kind)
-    assert type(llm.scheduler) is kind
+    llm = make_llm(llama[0], True)
+    use_scheduler(llm, kind)
     assert_same(llm.generate(PROMPTS, GREEDY, use_tqdm=False), expected)
     llm.add_request("a", [5, 6], GREEDY)
     assert len(llm.step()) == 1 and not llm._in_flight

@@ -14,16 +14,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-sys.path.append(str(Path(__file__).parents[1]))
-import bench  # noqa: E402
-from bench import Job, Run  # noqa: E402
-from nanoserve import LLM  # noqa: E402
-from nanoserve.loader import load_config, load_tokenizer  # noqa: E402
-from nanoserve.model import CausalLM  # noqa: E402
-from nanoserve.model_runner import ModelRunner  # noqa: E402
-from nanoserve.request import RequestMetrics  # noqa: E402
-from nanoserve.scheduler import StaticBatchScheduler  # noqa: E402
-from nanoserve.timeline import Timeline  # noqa: E402
+import bench
+from bench import Job, Run
+from nanoserve import LLM
+from nanoserve.loader import load_config, load_tokenizer
+from nanoserve.model import CausalLM
+from nanoserve.model_runner import ModelRunner
+from nanoserve.request import RequestMetrics
+from nanoserve.scheduler import StaticBatchScheduler
+from nanoserve.timeline import Timeline
 
 
 @pytest.fixture

@@ -143,7 +143,7 @@ def test_a_step_brings_one_tensor_there_and_one_back(graph, fake_graphs, monkeyp
         output = SchedulerOutput(shares, set(), set(), 0, 0)
         calls = count_moves(monkeypatch, lambda output=output: runner.execute(output))
         expected = Counter(["copy_", "copy_"] if graph and chunk not in shares else ["to"])  # there, and of logits
-        assert calls == (expected if shares == [chunk] else expected + Counter(["to", "tolist"]))
+        assert calls == expected + Counter(["to", "tolist"])  # empty, if nobody samples
 
 
 def test_the_step_of_the_model_itself_waits_for_nothing(monkeypatch, llama):

@@ -14,6 +14,7 @@ from helpers_scheduler import check_scheduler, make_request, make_scheduler, ste
 from lockstep import vllm_scheduler
 from tiny_models import CONFIGS, save_model
 
+from bench import use_scheduler
 from nanoserve import LLM, SamplingParams, model_runner
 from nanoserve.async_scheduler import AsyncScheduler
 from nanoserve.block_manager import cdiv
@@ -225,9 +226,8 @@ def test_what_is_no_dict_is_refused(llama, value):
 
 
 def test_a_step_in_flight_and_drafts_exclude_each_other(llama):
-    for options in ({"async_scheduling": True}, {"scheduler_cls": AsyncScheduler}):
-        with pytest.raises(ValueError, match=f"{next(iter(options))}.*(True|AsyncScheduler)"):
-            LLM(llama[0], speculative_config=DRAFTS, num_gpu_blocks_override=64, **options)
+    with pytest.raises(ValueError, match="async_scheduling.*True"):
+        LLM(llama[0], speculative_config=DRAFTS, num_gpu_blocks_override=64, async_scheduling=True)
     for wanted in (None, False):
         llm = LLM(llama[0], speculative_config=DRAFTS, async_scheduling=wanted, num_gpu_blocks_override=64)
         assert not isinstance(llm.scheduler, AsyncScheduler)
@@ -279,9 +279,11 @@ class Oracle:
         return drafts if self.right == 1 else drafts[: rng.randint(0, self.num_drafts)]
 
 
-def make_llm(folder, oracle=None, drafts=DRAFTS, **options):
+def make_llm(folder, oracle=None, drafts=DRAFTS, static=False, **options):
     """An engine whose every step is checked; its drafts are looked up, or the oracle's."""
     llm = LLM(folder, **{"block_size": 4, "num_gpu_blocks_override": 200, "speculative_config": drafts, **options})
+    if static:
+        use_scheduler(llm, StaticBatchScheduler)
     llm.seen = Counter()
     launch, update, propose, make_step = llm.runner.launch, llm.scheduler.update_from_output, None, llm._step
     if llm.drafter:
@@ -439,7 +441,7 @@ def test_drafts_do_not_change_outputs_of_any_architecture(tiny_model):
         {"max_num_batched_tokens": 1},
         {"max_num_batched_tokens": 2},
         {"max_num_seqs": 2},
-        {"scheduler_cls": StaticBatchScheduler},
+        {"static": True},
     ],
     ids=str,
 )

@@ -9,12 +9,10 @@ from pathlib import Path
 
 import pytest
 
+import bench
 import nanoserve
 
 ROOT = Path(__file__).parents[1]
-sys.path.append(str(ROOT))
-import bench  # noqa: E402
-
 READMES = ["README.md", "README.vi.md"]
 MODULES = [importlib.import_module(f"nanoserve.{module.name}") for module in pkgutil.iter_modules(nanoserve.__path__)]
 NOT_OURS = {"EngineCore.step", "LLMEngine.step", "KVCacheManager.allocate_slots", "BlockPool", "PATH"}

@@ -5,15 +5,12 @@ import json
 import re
 import shutil
 import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 from helpers_scheduler import check_scheduler
 
-sys.path.append(str(Path(__file__).parents[1]))
-import example  # noqa: E402
-from nanoserve import LLM, SamplingParams  # noqa: E402
+import example
+from nanoserve import LLM, SamplingParams
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
 OPTIONS = {**example.PAGE_OPTIONS, "num_gpu_blocks_override": 44, "max_num_batched_tokens": 24}
