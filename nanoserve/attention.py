@@ -1,17 +1,16 @@
 """PagedAttention's kernel call: K/V is stored into blocks, then every row attends to its own blocks.
 
-One call serves any mix of prompt chunks, decodes and drafts: a row is some queries at the end of a longer context.
-This module decides how a backend is called and which page sizes it allows. It does not know requests, only rows.
-
-A backend is one function `(q, kv_cache, metadata) -> out`, with q and out `[num_tokens, num_heads, head_dim]` and
-kv_cache `[2, num_blocks, block_size, num_kv_heads, head_dim]`, keys first. `attend_torch` defines what all compute.
+A row is some queries at the end of a longer context, so one call serves any mix of prompt chunks, decodes and drafts.
+This module decides how a backend is called and which page sizes it allows; it does not know requests. A backend is one
+function `(q, kv_cache, metadata) -> out`, with q and out `[num_tokens, num_heads, head_dim]` and kv_cache
+`[2, num_blocks, block_size, num_kv_heads, head_dim]`, keys first. `attend_torch` defines what all compute.
 """
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
 from inspect import signature
-from typing import Any, cast
 
 import numpy as np
 import torch
@@ -47,9 +46,8 @@ Attend = Callable[[torch.Tensor, torch.Tensor, AttentionMetadata], torch.Tensor]
 
 
 def store_kv(k: torch.Tensor, v: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
-    """Write this step's keys and values, both [num_tokens, num_kv_heads, head_dim], for the whole batch at once.
-
-    Nothing is attended to before all of it is stored, so requests of one step can share each other's new blocks.
+    """Write this step's keys and values, both [num_tokens, num_kv_heads, head_dim]: all of them before anything is
+    attended to, so requests of one step can share each other's new blocks.
     """
     for new, cache in zip((k, v), kv_cache, strict=True):
         cache.flatten(0, 1).index_copy_(0, slot_mapping, new)
@@ -58,8 +56,8 @@ def store_kv(k: torch.Tensor, v: torch.Tensor, kv_cache: torch.Tensor, slot_mapp
 def attend_torch(q: torch.Tensor, kv_cache: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
     """Plain PyTorch, on any device and with any block size: gather a group's blocks, then one dense attention.
 
-    The query heads that share a key head are laid out as more queries of that head, so keys are never repeated. Here
-    the last of three tokens, in blocks 2 and 0 of a cache with two tokens to a block, sees three equal keys:
+    The query heads that share a key head become more queries of that head, so keys are never repeated. Here the last
+    of three tokens, in blocks 2 and 0 of a cache with two tokens to a block, sees three equal keys:
 
     >>> one_head = lambda *numbers: torch.tensor(numbers).view(-1, 1, 1)
     >>> cache, slots = torch.zeros(2, 3, 2, 1, 1), torch.tensor([4, 5, 0])
@@ -70,19 +68,16 @@ def attend_torch(q: torch.Tensor, kv_cache: torch.Tensor, metadata: AttentionMet
     >>> attend_torch(one_head(1.0), cache, AttentionMetadata(*rows, 1, 3, torch.tensor(table), slots, groups)).item()
     4.0
     """
-    num_heads, head_dim, num_kv_heads = q.shape[1], q.shape[2], kv_cache.shape[3]
+    num_heads, num_kv_heads, head_dim = q.shape[1], *kv_cache.shape[3:]
     out = q.new_empty(q.shape)
     for group in metadata.row_groups:
-        rows = group.bias.shape[0]
-        keys, values = (
-            cache.index_select(0, group.blocks).view(rows, -1, num_kv_heads, head_dim).transpose(1, 2)
-            for cache in kv_cache
-        )
-        queries = q[group.tokens].reshape(rows, -1, num_kv_heads, num_heads // num_kv_heads, head_dim)
-        folded = queries.permute(0, 2, 3, 1, 4).reshape(rows, num_kv_heads, -1, head_dim)
+        rows = len(group.bias)
+        shape = (rows, -1, num_kv_heads, head_dim)
+        keys, values = (cache.index_select(0, group.blocks).view(shape).transpose(1, 2) for cache in kv_cache)
+        queries = q[group.tokens].view(rows, -1, num_heads, head_dim).transpose(1, 2)
+        folded = queries.reshape(rows, num_kv_heads, -1, head_dim)
         attended = F.scaled_dot_product_attention(folded, keys, values, attn_mask=group.bias)
-        attended = attended.view(rows, num_kv_heads, num_heads // num_kv_heads, -1, head_dim).permute(0, 3, 1, 2, 4)
-        out[group.tokens] = attended.reshape(-1, num_heads, head_dim)
+        out[group.tokens] = attended.reshape(rows, num_heads, -1, head_dim).transpose(1, 2).flatten(0, 1)
     return out
 
 
@@ -92,31 +87,26 @@ MAX_PIECE = 256  # queries of one row attended at once by attend_torch: bounds t
 def group_rows(cu_seqlens_q: np.ndarray, context_lens: np.ndarray, block_table: np.ndarray, block_size: int,
                num_heads_per_kv_head: int, dtype: torch.dtype, device: torch.device) -> tuple[RowGroup, ...]:
     """Plan attend_torch's work for a step: all rows with one query each land in a few groups, whatever their number.
-
-    Rows are grouped by number of queries and by the power of two that holds their blocks, so padding stays below half.
+    Groups go by number of queries and by the power of two that holds a row's blocks, so padding stays below half.
     """
-    num_queries = np.diff(cu_seqlens_q)
-    num_pieces = -(-num_queries // MAX_PIECE)
-    row = np.repeat(np.arange(len(num_queries)), num_pieces)
-    begin = (np.arange(len(row)) - np.repeat(np.cumsum(num_pieces) - num_pieces, num_pieces)) * MAX_PIECE
-    queries = np.minimum(num_queries[row] - begin, MAX_PIECE)
-    last_position = (context_lens - num_queries)[row] + begin + queries - 1
-    num_blocks = last_position // block_size + 1
-    group_key = queries * 64 + np.frexp(num_blocks - 1)[1]
-    groups = []
+    row = np.repeat(np.arange(len(context_lens)), np.diff(cu_seqlens_q))  # of each token, as is its position
+    token = np.arange(len(row))
+    position = token + (context_lens - cu_seqlens_q[1:])[row]
+    begin = np.flatnonzero((token - cu_seqlens_q[row]) % MAX_PIECE == 0)  # the first token of each piece of a row
+    num_queries = np.diff(begin, append=len(row))
+    num_blocks = position[begin + num_queries - 1] // block_size + 1
+    group_key = num_queries * 64 + np.frexp(num_blocks - 1)[1]
     keys = np.unique(group_key)
+    groups = []
     for key in keys:
         members = np.flatnonzero(group_key == key)
-        size, width = int(queries[members[0]]), int(num_blocks[members].max())
-        tokens = (cu_seqlens_q[row[members]] + begin[members])[:, None] + np.arange(size)
-        positions = last_position[members, None] - size + 1 + np.arange(size)
-        # A query's bias is zeros up to its position: a window of one line of zeros and then -inf.
-        line = torch.zeros(2 * width * block_size, dtype=dtype)
-        line[width * block_size :] = -torch.inf
-        bias = line.unfold(0, width * block_size, 1)[torch.from_numpy(width * block_size - 1 - positions)]
+        tokens = begin[members, None] + np.arange(int(num_queries[members[0]]))
+        width = int(num_blocks[members].max())
+        masked = torch.from_numpy(np.arange(width * block_size) > position[tokens][..., None])
+        bias = torch.zeros(masked.shape, dtype=dtype).masked_fill_(masked, -torch.inf)
         bias = bias[:, None, None].expand(-1, 1, num_heads_per_kv_head, -1, -1).flatten(2, 3)
         columns = np.minimum(np.arange(width), num_blocks[members, None] - 1)  # 0 times another's NaN would be NaN
-        blocks = torch.from_numpy(block_table[row[members, None], columns].astype(np.int64).ravel())
+        blocks = torch.from_numpy(block_table[row[begin[members], None], columns].astype(np.int64).ravel())
         index = torch.from_numpy(tokens.ravel()).to(device) if len(keys) > 1 else slice(None)
         groups.append(RowGroup(index, blocks.to(device), bias.to(device)))
     return tuple(groups)
@@ -136,9 +126,8 @@ def attend_flash_attn_3(q: torch.Tensor, kv_cache: torch.Tensor, metadata: Atten
 
 
 def attend_flash_attn(q: torch.Tensor, kv_cache: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
-    """FlashAttention 2 (package flash-attn 2.8.3). Its call for mixed rows has no num_splits, so decodes take another.
-
-    With a block table only the differences of cu_seqlens_k are read: each row's whole context.
+    """FlashAttention 2 (package flash-attn 2.8.3). Its call for mixed rows has no num_splits, so decodes take another;
+    with a block table it reads only the differences of cu_seqlens_k, each row's whole context.
     """
     from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
 
@@ -150,18 +139,14 @@ def attend_flash_attn(q: torch.Tensor, kv_cache: torch.Tensor, metadata: Attenti
 
 
 def attend_torch_varlen(q: torch.Tensor, kv_cache: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
-    """The FlashAttention kernels compiled into PyTorch >= 2.12 (torch.nn.attention.varlen): nothing to install.
-
-    window_size (-1, 0) is its way to say causal. A lone query sees its whole context without any mask, and then the
-    kernel reads a key head once for all the query heads that share it.
+    """The FlashAttention kernels compiled into PyTorch >= 2.12: nothing to install. window_size (-1, 0) is its way to
+    say causal. A lone query needs no mask, and then a key head is read once for all the query heads that share it.
     """
-    from torch.nn.attention.varlen import varlen_attn
-
+    varlen_attn = import_module("torch.nn.attention.varlen").varlen_attn
+    lens = (metadata.cu_seqlens_q, metadata.cu_seqlens_k, metadata.max_seqlen_q, metadata.max_seqlen_k)
+    pages = dict(seqused_k=metadata.context_lens, block_table=metadata.block_table, num_splits=1)
     window = (-1, 0) if metadata.max_seqlen_q > 1 else (-1, -1)
-    lens: Any = (metadata.cu_seqlens_q, metadata.cu_seqlens_k, metadata.max_seqlen_q, metadata.max_seqlen_k)
-    pages: Any = dict(seqused_k=metadata.context_lens, block_table=metadata.block_table, num_splits=1)
-    keys, values = kv_cache
-    return cast(torch.Tensor, varlen_attn(q, keys, values, *lens, window_size=window, enable_gqa=True, **pages))
+    return varlen_attn(q, *kv_cache, *lens, window_size=window, enable_gqa=True, **pages)
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,20 +181,15 @@ class AttentionBackend:
 
 
 BACKENDS = (  # best first
-    AttentionBackend(
-        "flash_attn_3", attend_flash_attn_3, 128, 1, "flash_attn_interface", "flash_attn_with_kvcache", "page_table",
-        range(9, 10), "build FlashAttention's folder hopper, or pip install tokenspeed-fa3 (a third party's build)",
-    ),
-    AttentionBackend(
-        "flash_attn", attend_flash_attn, 256, 256, "flash_attn", "flash_attn_with_kvcache", "block_table",
-        range(8, 100), "pip install --no-build-isolation 'nanoserve[cuda]'",
-    ),
-    AttentionBackend(
-        "torch_varlen", attend_torch_varlen, 256, 256, "torch.nn.attention.varlen", "varlen_attn", "block_table",
-        range(8, 100), "pip install 'torch>=2.12'",
-    ),
+    AttentionBackend("flash_attn_3", attend_flash_attn_3, 128, 1, "flash_attn_interface", "flash_attn_with_kvcache",
+                     "page_table", range(9, 10), "build FlashAttention's folder hopper, or pip install tokenspeed-fa3 "
+                     "(a third party's build)"),
+    AttentionBackend("flash_attn", attend_flash_attn, 256, 256, "flash_attn", "flash_attn_with_kvcache",
+                     "block_table", range(8, 100), "pip install --no-build-isolation 'nanoserve[cuda]'"),
+    AttentionBackend("torch_varlen", attend_torch_varlen, 256, 256, "torch.nn.attention.varlen", "varlen_attn",
+                     "block_table", range(8, 100), "pip install 'torch>=2.12'"),
     AttentionBackend("torch", attend_torch, 16, 1),
-)  # fmt: skip
+)
 
 
 def select_backend(name: str, block_size: int | None, device: torch.device, dtype: torch.dtype,
@@ -217,10 +197,7 @@ def select_backend(name: str, block_size: int | None, device: torch.device, dtyp
     """The named backend, or for "auto" the best that can run. Raises ValueError saying why one cannot."""
     for backend in BACKENDS:
         if name in ("auto", backend.name):
-            try:
+            with suppress(ValueError) if name == "auto" else blame(f"attention_backend={name!r} cannot run"):
                 backend.check(device, dtype, head_dim, block_size)
                 return backend
-            except ValueError as error:
-                if name != "auto":
-                    raise ValueError(f"attention_backend={name!r} cannot run: {error}") from error
     raise ValueError(f"attention_backend must be auto, {', '.join(b.name for b in BACKENDS)}, got {name!r}")

@@ -13,6 +13,7 @@ from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
+from itertools import takewhile
 
 from nanoserve.request import Request, require
 
@@ -23,17 +24,13 @@ def cdiv(a: int, b: int) -> int:
 
 
 def hash_block(parent: bytes, token_ids: Sequence[int]) -> bytes:
-    """The name of a full block: its tokens and, through `parent`, every token before them.
-
-    256 bits of SHA-256: that two different prefixes share a name is not a case worth a branch.
-    """
+    """The name of a full block: its tokens and, through `parent`, all before them. That two share one is no real case."""
     return sha256(parent + array("q", token_ids).tobytes()).digest()
 
 
 @dataclass(slots=True)
 class _Holding:
     """What one request holds."""
-
     blocks: list[int] = field(default_factory=list)  # its block table; replaced when it grows, never changed
     hashes: list[bytes] = field(default_factory=list)  # of its full blocks, as far as they were asked for
     num_registered: int = 0  # how many of its blocks can be found by hash
@@ -47,7 +44,6 @@ class BlockManager:
     step that writes them has run, so that equal prompts share within one step. vLLM leaves them findable when that
     step is then taken back. `free` here forgets the hash of every block beyond what was computed.
     """
-
     def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True):
         require(min(num_blocks, block_size) > 0, "num_blocks and block_size", "at least 1", (num_blocks, block_size))
         self.num_blocks, self.block_size, self.enable_prefix_caching = num_blocks, block_size, enable_prefix_caching
@@ -72,9 +68,8 @@ class BlockManager:
         return holding.blocks if holding else []
 
     def get_computed_blocks(self, request: Request) -> list[int]:
-        """The longest run of blocks that already hold the request's first tokens.
-
-        At most num_tokens - 1 tokens are covered: the last one must be computed, for its logits.
+        """The longest run of blocks that already hold the request's first tokens, at most num_tokens - 1 of them: the
+        last one must be computed, for its logits.
 
         >>> from nanoserve.request import SamplingParams
         >>> manager = BlockManager(num_blocks=8, block_size=2)
@@ -88,22 +83,16 @@ class BlockManager:
         >>> manager.get_computed_blocks(Request("tail", [3, 4, 5], SamplingParams()))
         []
         """
-        hits: list[int] = []
         num_blocks = (request.num_tokens - 1) // self.block_size if self.enable_prefix_caching else 0
-        for block_hash in self._hashes(request, num_blocks)[:num_blocks]:
-            blocks = self._cached.get(block_hash)
-            if not blocks:
-                break
-            hits.append(next(iter(blocks)))
-        return hits
+        found = takewhile(bool, map(self._cached.get, self._hashes(request, num_blocks)[:num_blocks]))
+        return [next(iter(blocks)) for blocks in found if blocks]
 
     def allocate_slots(self, request: Request, num_new_tokens: int, computed_blocks: Sequence[int] = (),
                        full_sequence_must_fit: bool = False) -> list[int] | None:
-        """Make room for `num_new_tokens` more tokens; the ids of the newly handed out blocks, or None: no room.
-
-        `computed_blocks` is what get_computed_blocks returned, for a request that holds nothing yet. With
-        `full_sequence_must_fit` room for every known token is asked for, though only the new ones' is taken: a request
-        is not admitted for its first chunk alone (vLLM v1/core/kv_cache_manager.py). None means nothing has changed.
+        """Make room for `num_new_tokens` more tokens; the ids of the newly handed out blocks, or None: no room, and
+        nothing has changed. `computed_blocks` is what get_computed_blocks returned, for a request that holds nothing.
+        With `full_sequence_must_fit` room for every known token is asked for, though only the new ones' is taken: a
+        request is not admitted for its first chunk alone.
 
         >>> from nanoserve.request import SamplingParams
         >>> manager = BlockManager(num_blocks=3, block_size=4)
@@ -114,31 +103,33 @@ class BlockManager:
         >>> manager.allocate_slots(request, 3), manager.allocate_slots(request, 8)
         ([], None)
         """
-        size, holding = self.block_size, self._held.get(request.request_id)
-        num_held = len(computed_blocks) + (len(holding.blocks) if holding else 0)
+        size, holding = self.block_size, self._held[request.request_id]
+        num_held = len(computed_blocks) + len(holding.blocks)
         end = request.num_computed_tokens + len(computed_blocks) * size + num_new_tokens
         new_blocks: list[int] = []
-        if end > num_held * size or computed_blocks or holding is None:
+        if end > num_held * size or computed_blocks:
             num_wanted = cdiv(max(end, request.num_tokens) if full_sequence_must_fit else end, size)
             num_revived = sum(self._ref_counts[block] == 0 for block in computed_blocks)  # free now, not free then
             if num_wanted - num_held + num_revived > len(self._free):
                 return None
-            holding = self._held[request.request_id]
             for block in computed_blocks:
                 self._free.pop(block, None)
                 self._ref_counts[block] += 1
             new_blocks = [self._take() for _ in range(cdiv(end, size) - num_held)]
             holding.blocks = [*holding.blocks, *computed_blocks, *new_blocks]
             holding.num_registered += len(computed_blocks)
-        if self.enable_prefix_caching and end // size > holding.num_registered:
-            self._register(request, holding, min(end, request.num_tokens) // size)
+        if self.enable_prefix_caching:  # whatever is full can be found; equal blocks are not merged
+            for i in range(holding.num_registered, min(end, request.num_tokens) // size):
+                block_hash = self._hashes(request, i + 1)[i]
+                self._block_hash[holding.blocks[i]] = block_hash
+                self._cached.setdefault(block_hash, {})[holding.blocks[i]] = None
+                holding.num_registered = i + 1
         return new_blocks
 
     def free(self, request: Request) -> None:
-        """Give all blocks back, the tail first, so that a prefix outlives what follows it.
-
-        Blocks that can be hit go to the end of the free queue, the others to its front. A block promised to a step
-        that did not run, or has not yet, is forgotten first: nobody may find what nobody wrote.
+        """Give all blocks back, the tail first, so that a prefix outlives what follows it: those that can be hit to the
+        end of the free queue, the others to its front. A block promised to a step that did not run, or has not yet, is
+        forgotten first: nobody may find what nobody wrote.
         """
         holding = self._held.pop(request.request_id, _Holding())
         num_written = max(0, request.num_computed_tokens - request.num_in_flight_tokens) // self.block_size
@@ -166,15 +157,6 @@ class BlockManager:
             del self._cached[block_hash][block]
             if not self._cached[block_hash]:
                 del self._cached[block_hash]
-
-    def _register(self, request: Request, holding: _Holding, num_full: int) -> None:
-        """Let the request's first `num_full` blocks be found by hash. Equal blocks are not merged."""
-        hashes = self._hashes(request, num_full)
-        for i in range(holding.num_registered, num_full):
-            block = holding.blocks[i]
-            self._block_hash[block] = hashes[i]
-            self._cached.setdefault(hashes[i], {})[block] = None
-        holding.num_registered = max(holding.num_registered, num_full)
 
     def _hashes(self, request: Request, num_blocks: int) -> list[bytes]:
         """The hashes of the request's full blocks, at least `num_blocks`; each is computed once while it holds any."""

@@ -1,11 +1,10 @@
 """Capture and replay of decode-only steps: the same kernels, started by one call instead of hundreds.
 
 A graph fixes everything but what lies in its buffers, so one is captured for each of some batch sizes, and a batch is
-padded up to the next. This module decides which sizes there are, how a step's integers lie in one buffer, and how a
-graph is fed. It does not know what a step computes.
+padded up to the next. This module decides on those sizes, how a step's integers lie in one buffer, and how a graph is
+fed. It does not know what a step computes.
 """
 
-from bisect import bisect_left
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -15,7 +14,7 @@ from tqdm import tqdm
 
 
 class StepShape(NamedTuple):
-    """What a step is besides its tensors' contents: what a CUDA graph fixes."""
+    """What a CUDA graph fixes of a step: all but the contents of its tensors."""
 
     num_tokens: int
     num_rows: int
@@ -26,7 +25,7 @@ class StepShape(NamedTuple):
 
     @property
     def num_integers(self) -> int:
-        """The length of the int32 buffer that holds the step's integers."""
+        """The length of the int32 buffer that views() divides."""
         return 8 * self.num_tokens + self.num_rows * (3 + self.max_blocks) + 2
 
     def views(self, buffer: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -47,14 +46,13 @@ def graph_sizes(max_batch_size: int) -> list[int]:
     >>> graph_sizes(40)
     [1, 2, 4, 8, 16, 32, 40]
     """
-    sizes = {1, 2, 4, 8, *range(16, max_batch_size, 16), max_batch_size}
-    return sorted(size for size in sizes if size <= max_batch_size)
+    return sorted({min(size, max_batch_size) for size in (1, 2, 4, 8, *range(16, max_batch_size + 16, 16))})
 
 
 def capture(run: Callable[[], object], pool: Any) -> torch.cuda.CUDAGraph:
     """The graph of what `run` does, with its memory in `pool`, another graph's, or None for a new one.
 
-    It runs once before that: what a kernel compiles, tunes or allocates the first time has no place in a graph.
+    `run` is called once before: what a kernel compiles, tunes or allocates the first time has no place in a graph.
     """
     run()
     torch.cuda.synchronize()
@@ -75,24 +73,22 @@ class DecodeGraphs:
         self.sizes, self.logits = sizes, logits
         self.buffer = pack(sizes[-1])[0].to(logits.device)
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+
+        def compute(shape: StepShape) -> None:
+            logits[: shape.num_rows].copy_(run(self.buffer, shape), non_blocking=True)
+
         pool = None
         for size in tqdm(sizes[::-1], desc="nanoserve: capturing CUDA graphs"):  # the largest makes room for all
             packed, shape, *_ = pack(size)
-            self._load(packed)
-            self._graphs[size] = capture(partial(self._compute, run, shape), pool)
+            self.buffer[: len(packed)].copy_(packed, non_blocking=True)
+            self._graphs[size] = capture(partial(compute, shape), pool)
             pool = self._graphs[size].pool()
 
-    def _compute(self, run: Callable, shape: StepShape) -> None:
-        self.logits[: shape.num_rows].copy_(run(self.buffer, shape), non_blocking=True)
-
-    def _load(self, packed: torch.Tensor) -> None:
-        self.buffer[: len(packed)].copy_(packed, non_blocking=True)
-
     def size_for(self, num_rows: int) -> int:  # what a batch is padded to
-        return self.sizes[bisect_left(self.sizes, num_rows)]
+        return next(size for size in self.sizes if size >= num_rows)
 
     def replay(self, packed: torch.Tensor, size: int) -> torch.Tensor:
         """Logits [size, vocab_size] of a step of `size` rows, until the next replay."""
-        self._load(packed)
+        self.buffer[: len(packed)].copy_(packed, non_blocking=True)
         self._graphs[size].replay()
         return self.logits[:size]

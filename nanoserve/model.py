@@ -1,22 +1,21 @@
 """Llama, Qwen2 and Qwen3 in one file, with Hugging Face's parameter names.
 
-This module decides what a decoder computes: embedding, attention with rotary positions, a gated MLP, logits. It does
-not know requests, schedules or blocks; K/V caches and AttentionMetadata are passed through to the attention call. A
-step's tokens lie in one row, `[num_tokens, hidden_size]`, whichever requests they belong to (Yu et al. 2022, "Orca").
+This module decides what a decoder computes. It does not know requests, schedules or blocks: K/V caches and
+AttentionMetadata are passed through to the attention call. A step's tokens lie in one row, `[num_tokens, hidden_size]`,
+whichever requests they belong to (Yu et al. 2022, "Orca").
 """
 
 from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanoserve.attention import Attend, AttentionMetadata, store_kv
 from nanoserve.request import require
 
-# architecture -> does a config without attention_bias put biases on q, k, v?
-ARCHITECTURES = {"LlamaForCausalLM": False, "Qwen2ForCausalLM": True, "Qwen3ForCausalLM": False}
+# architecture -> what it adds to Llama's attention: biases on q, k and v, or norms of q and k
+ARCHITECTURES = {"LlamaForCausalLM": "", "Qwen2ForCausalLM": "bias", "Qwen3ForCausalLM": "norm"}
 
 
 def get_head_dim(config: Any) -> int:
@@ -39,13 +38,11 @@ def check_supported(config: Any) -> None:
 
 def compute_rope_table(config: Any, max_model_len: int, device: torch.device) -> Tensor:
     """What a head at each position is multiplied by, (cos, cos), and what its halves, swapped, are, (-sin, sin):
-    [max_model_len, 2, head_dim] float32 (Su et al. 2021, "RoFormer").
-
-    Both are transformers' own. Types that depend on the length ("dynamic", "longrope") are computed once for
-    max_model_len, since cached keys cannot be rotated anew. Raises ValueError for unknown types.
+    [max_model_len, 2, head_dim] float32 (Su et al. 2021, "RoFormer"). Types that depend on the length ("dynamic",
+    "longrope") are computed once for max_model_len: cached keys cannot be rotated anew. ValueError for unknown types.
     """
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, rotate_half
 
     rope_type, known = config.rope_parameters["rope_type"], ("default", *ROPE_INIT_FUNCTIONS)
     require(rope_type in known, "rope_type", f"one of {', '.join(known)}", rope_type)
@@ -53,7 +50,7 @@ def compute_rope_table(config: Any, max_model_len: int, device: torch.device) ->
     cos, sin = LlamaRotaryEmbedding(config).to(device)(torch.empty(0, device=device), positions)
     head_dim = get_head_dim(config)
     require(cos.shape[-1] == head_dim, "rotary dimensions", f"all {head_dim} of a head", cos.shape[-1])
-    return torch.stack((cos[0], torch.cat((-sin[0, :, : head_dim // 2], sin[0, :, head_dim // 2 :]), dim=1)), dim=1)
+    return torch.stack((cos[0], rotate_half(sin[0])), dim=1)  # the halves of sin are the same
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -63,7 +60,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x over its root mean square in the last dimension, taken in float32. F.rms_norm takes twice as long on a CPU."""
+    """x over its root mean square, taken in float32. PyTorch's own rms_norm takes twice as long on a CPU."""
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float)
     return (x * (norm.square() / x.shape[-1] + eps).rsqrt()).to(x.dtype) * weight
 
@@ -76,12 +73,12 @@ def norm_and_rotate(x: Tensor, weight: Tensor | None, eps: float, cos: Tensor, s
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:
     gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate) * up
+    return nn.functional.silu(gate) * up
 
 
 class Elementwise:
-    """What lies between the matrix products. `compile` fuses each function into one kernel: for one token and, with a
-    dynamic shape, for more, all during the warm-up.
+    """What lies between the matrix products. `compile` fuses each function into one kernel for one token, and one of
+    dynamic shape for more, both during the warm-up.
     """
 
     def __init__(self):
@@ -95,8 +92,8 @@ class Elementwise:
 class Linear(nn.Linear):
     """The checkpoint's linears over the same input as one matrix product; `parts` names them and sizes their outputs.
 
-    `pack` lays a float32 weight out for oneDNN, on a CPU, where MKL reads it as it comes. Results differ in the last
-    bits only; measured, it is the faster one from about 4 rows on.
+    `pack` lays a float32 weight out for oneDNN on a CPU, where MKL reads it as it comes: the results differ in the last
+    bits only, and from about 4 rows on it is the faster one.
     """
 
     def __init__(self, in_features: int, parts: dict[str, int], bias: bool = False):
@@ -116,15 +113,14 @@ class Linear(nn.Linear):
 class Attention(nn.Module):
     def __init__(self, config: Any, attend: Attend, ops: Elementwise):
         super().__init__()
-        architecture = config.architectures[0]  # the loader has called check_supported
+        extra = ARCHITECTURES[config.architectures[0]]  # the loader has called check_supported
         self.attend, self.ops, self.head_dim, self.eps = attend, ops, get_head_dim(config), config.rms_norm_eps
         self.heads = num_heads, num_kv_heads = config.num_attention_heads, config.num_key_value_heads
         q_size, kv_size = num_heads * self.head_dim, num_kv_heads * self.head_dim
         parts, bias = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}, getattr(config, "attention_bias", False)
-        self.qkv_proj = Linear(config.hidden_size, parts, bias or ARCHITECTURES[architecture])
+        self.qkv_proj = Linear(config.hidden_size, parts, bias or extra == "bias")
         self.o_proj = Linear(q_size, {"o_proj": config.hidden_size}, bias)
-        has_norm = architecture == "Qwen3ForCausalLM"
-        self.q_norm, self.k_norm = (nn.RMSNorm(self.head_dim, self.eps) if has_norm else None for _ in range(2))
+        self.q_norm, self.k_norm = (nn.RMSNorm(self.head_dim, self.eps) if extra == "norm" else None for _ in range(2))
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], kv_cache: Tensor, metadata: AttentionMetadata) -> Tensor:
         num_heads, num_kv_heads = self.heads
@@ -137,17 +133,6 @@ class Attention(nn.Module):
         return self.o_proj(self.attend(q, kv_cache, metadata).flatten(1))
 
 
-class MLP(nn.Module):
-    def __init__(self, config: Any, ops: Elementwise):
-        super().__init__()
-        bias, size, self.ops = getattr(config, "mlp_bias", False), config.intermediate_size, ops
-        self.gate_up_proj = Linear(config.hidden_size, {"gate_proj": size, "up_proj": size}, bias)
-        self.down_proj = Linear(size, {"down_proj": config.hidden_size}, bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(self.ops.silu_and_mul(self.gate_up_proj(x)))
-
-
 class DecoderLayer(nn.Module):
     def __init__(self, config: Any, attend: Attend, ops: Elementwise):
         super().__init__()
@@ -155,14 +140,17 @@ class DecoderLayer(nn.Module):
         self.input_layernorm = nn.RMSNorm(config.hidden_size, self.eps)
         self.self_attn = Attention(config, attend, ops)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, self.eps)
-        self.mlp = MLP(config, ops)
+        size, bias = config.intermediate_size, getattr(config, "mlp_bias", False)
+        gate_up_proj = Linear(config.hidden_size, {"gate_proj": size, "up_proj": size}, bias)
+        down_proj = Linear(size, {"down_proj": config.hidden_size}, bias)
+        self.mlp = nn.ModuleDict({"gate_up_proj": gate_up_proj, "down_proj": down_proj})
 
     def forward(self, x: Tensor, residual: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
-        """x is what the layer before adds to the residual, and what is returned is for the next one to add."""
+        """Attention and a gated MLP. x is still to be added to the residual, as is what is returned in its place."""
         x, residual = self.ops.add_rms_norm(x, residual, self.input_layernorm.weight, self.eps)
         x = self.self_attn(x, *args)
         x, residual = self.ops.add_rms_norm(x, residual, self.post_attention_layernorm.weight, self.eps)
-        return self.mlp(x), residual
+        return self.mlp["down_proj"](self.ops.silu_and_mul(self.mlp["gate_up_proj"](x))), residual
 
 
 class Decoder(nn.Module):
@@ -202,8 +190,8 @@ class CausalLM(nn.Module):
     def checkpoint_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor a checkpoint must bring, by Hugging Face's name, as a view of where it goes."""
         for name, parameter in self.named_parameters():
-            prefix, _, kind = name.rpartition(".")
-            module, parent = self.get_submodule(prefix), prefix.rpartition(".")[0]
-            parts = module.parts if isinstance(module, Linear) else {prefix.rpartition(".")[2]: len(parameter)}
+            *parents, own, kind = name.split(".")
+            module = self.get_submodule(".".join((*parents, own)))
+            parts = module.parts if isinstance(module, Linear) else {own: len(parameter)}
             for part, piece in zip(parts, parameter.split(list(parts.values())), strict=True):
-                yield f"{parent}.{part}.{kind}".lstrip("."), piece
+                yield ".".join((*parents, part, kind)), piece

@@ -23,7 +23,6 @@ from functools import cache
 from typing import Annotated, Literal, get_args, get_origin, get_type_hints
 
 _get_hints = cache(get_type_hints)
-_KINDS = {str: "a name", str | None: "a name", dict | None: "None or a dict"}
 
 
 def require(ok: bool, name: str, wanted: str, value: object) -> None:
@@ -47,18 +46,16 @@ def require_number(name: str, value: object, integer: bool, low: float, high: fl
 
 def check_options(options: object) -> None:
     """Raise ValueError unless a dataclass's fields are what their annotations say: Annotated[number, lowest, highest],
-    Literal, bool, or one of _KINDS. Others are not looked at.
+    a Literal of strings, or a plain type. Other annotations are not looked at.
     """
     for name, hint in _get_hints(type(options), include_extras=True).items():
         value, args = getattr(options, name), get_args(hint)
         if get_origin(hint) is Annotated:
             require_number(name, value, args[0] is not float, *args[1:], optional=args[0] == int | None)
-        elif get_origin(hint) is Literal or hint in (bool, bool | None):
-            choices = {bool: (True, False), bool | None: (None, True, False)}.get(hint, args)
-            ok = any(type(value) is type(one) and value == one for one in choices)
-            require(ok, name, f"one of {', '.join(map(str, choices))}", value)
-        elif hint in _KINDS:
-            require(isinstance(value, hint), name, _KINDS[hint], value)
+        elif get_origin(hint) is Literal:
+            require(type(value) is str and value in args, name, f"one of {', '.join(args)}", value)
+        elif hint in (bool, str, bool | None, str | None, dict | None):
+            require(isinstance(value, hint), name, f"a {getattr(hint, '__name__', hint)}", value)
 
 
 @contextmanager

@@ -14,7 +14,6 @@ GREEDY_BELOW = 1e-5  # temperatures under this are greedy, as in vLLM
 ROUNDING = 1e-6  # top_p counts as reached when float32 logits cannot tell
 NOISE_STEP = 2**-24  # the resolution of float32 noise: with a noise of 0, any token would win
 
-
 # What is read of a request's SamplingParams in each step, as an element of an array; logprobs -1: not asked for.
 ROW = np.dtype("f4, f4, i8, f8, u8, ?, i4", align=True)
 ROW.names = ("temperature", "min_p", "top_k", "top_p", "seed", "seeded", "logprobs")
@@ -26,17 +25,13 @@ def sampling_row(params: SamplingParams) -> tuple:
 
 
 def sample(logits: torch.Tensor, asked: np.ndarray, positions: np.ndarray, generator: torch.Generator) -> torch.Tensor:
-    """One token id per row of logits [num_rows, vocab_size], which stay as they are; [num_rows] int64, -1 where the
-    largest logit is no finite number.
+    """One token id per row of logits [num_rows, vocab_size], which stay as they are: [num_rows] int64, -1 where the
+    largest logit is no finite number. asked[r], a ROW, is what row r wants, positions[r] where its token goes.
 
-    asked[r], a ROW, is what row r wants, positions[r] where its token goes in its request. A row is drawn by dividing
-    its probabilities by exponential noise and taking the largest, which picks token i with probability p_i and never
-    one of probability 0. A seeded row's noise is a function of its seed and that position alone: the same alone, in any
-    batch, in chunks, with drafts, after preemption, and when a step is run again.
-
-    Drafts need no rule of their own: a draft is accepted if it is the token that this draws in its place from the
-    model's distribution. Up to the first that differs every token is drawn as without drafts, so the output's
-    distribution is the model's at any temperature, and with a seed the output is the same, token by token.
+    Dividing probabilities by exponential noise and taking the largest draws token i with probability p_i, and never one
+    of probability 0. A seeded row's noise depends on its seed and position alone, so its tokens are the same alone, in
+    any batch, in chunks, after preemption and when a step is run again. Drafts need no rule of their own: one is
+    accepted if it is the token drawn here in its place, so every token is drawn as it is without drafts.
     """
     rows = np.flatnonzero(asked["temperature"] >= GREEDY_BELOW)
     largest, likeliest = logits.max(dim=-1)
@@ -62,28 +57,24 @@ def sample(logits: torch.Tensor, asked: np.ndarray, positions: np.ndarray, gener
             weights[place] = _keep_likeliest(weights[place], int(top_k[group].max()), tensor(top_k[group]), goal)
     noise, own = torch.empty_like(weights).uniform_(generator=generator), torch.Generator(logits.device)
     for i in np.flatnonzero(drawn["seeded"]).tolist():
-        noise[i].uniform_(generator=own.manual_seed(_mix(int(drawn["seed"][i, 0]), int(positions[rows[i]]))))
+        # A hash, since torch's CPU generator looks at the low 32 bits of a seed only.
+        draw = blake2b(b"%d %d" % (drawn["seed"][i, 0], positions[rows[i]]), digest_size=8)
+        noise[i].uniform_(generator=own.manual_seed(int.from_bytes(draw.digest(), "little")))
     # -log of uniform noise is exponential; its sign is left to argmin.
     sampled = weights.exp_().div_(noise.log_().clamp_(-1 / NOISE_STEP, -NOISE_STEP)).argmin(dim=-1)
     return likeliest.index_copy_(0, index, sampled.masked_fill_(~largest.isfinite(), -1))
 
 
-def _mix(seed: int, position: int) -> int:
-    """The seed of one draw: a hash, since torch's CPU generator looks at the low 32 bits of a seed only."""
-    return int.from_bytes(blake2b(b"%d %d" % (seed, position), digest_size=8).digest(), "little")
-
-
 def _keep_likeliest(logits: torch.Tensor, width: int, top_k: torch.Tensor, top_p: torch.Tensor | None) -> torch.Tensor:
     """Put -inf, in place, where top_k and then top_p exclude a token (the order of vLLM v1/sample/sampler.py).
 
-    `width` is the largest top_k of these rows, or the vocabulary. Tokens that tie with the k-th are kept, as in vLLM
-    and transformers. top_p is the smallest set that reaches it; of the tokens that tie at its end the lower ids are
-    kept, so that with a tiny top_p the only one is argmax's.
+    `width` is the largest top_k of these rows, or the vocabulary. All that tie with the k-th are kept, as in vLLM and
+    transformers; top_p's set is the smallest that reaches it, with the lower ids of those that tie at its end, so that
+    a tiny top_p leaves argmax's.
     """
     if width < logits.shape[1]:
         ordered = logits.topk(width).values
-        kth = ordered.gather(1, top_k - 1)
-        logits.masked_fill_(logits < kth, -torch.inf)
+        logits.masked_fill_(logits < ordered.gather(1, top_k - 1), -torch.inf)
     elif logits.device.type == "cpu":  # NumPy sorts bare values some ten times as fast
         ordered = torch.from_numpy(np.sort(logits.neg().numpy())).neg_()
     else:
@@ -103,10 +94,8 @@ def _keep_likeliest(logits: torch.Tensor, width: int, top_k: torch.Tensor, top_p
 
 
 def gather_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, num_logprobs: int) -> tuple[torch.Tensor, ...]:
-    """Log-probabilities under the model's own distribution, before temperature (vLLM's default, "raw_logprobs").
-
-    Returns ids and logprobs [num_rows, 1 + num_logprobs], the given token first and then the likeliest, and its rank
-    [num_rows], 1 being the likeliest.
+    """Ids and log-probabilities [num_rows, 1 + num_logprobs], the given token first and then the likeliest, and its
+    rank [num_rows], 1 being the likeliest. The distribution is the model's own, before temperature (vLLM's default).
     """
     logprobs = logits.float().log_softmax(dim=-1)
     chosen = logprobs.gather(1, token_ids[:, None])
