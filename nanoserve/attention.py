@@ -25,7 +25,7 @@ class RowGroup:
 
     tokens: torch.Tensor | slice  # [rows * queries] int64, which rows of q; slice(None): all, in their order
     blocks: torch.Tensor  # [rows * blocks] int64, padded with the row's last block
-    bias: torch.Tensor  # [rows, 1, group * queries, blocks * block_size], 0 where a query sees a key, else -inf
+    bias: torch.Tensor  # [rows, 1, queries, blocks * block_size], 0 where a query sees a key, else -inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,28 +56,25 @@ def store_kv(k: torch.Tensor, v: torch.Tensor, kv_cache: torch.Tensor, slot_mapp
 def attend_torch(q: torch.Tensor, kv_cache: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
     """Plain PyTorch, on any device and with any block size: gather a group's blocks, then one dense attention.
 
-    The query heads that share a key head become more queries of that head, so keys are never repeated. Here the last
-    of three tokens, in blocks 2 and 0 of a cache with two tokens to a block, sees three equal keys:
+    Here the last of three tokens, in blocks 2 and 0 of a cache with two tokens to a block, sees three equal keys:
 
     >>> one_head = lambda *numbers: torch.tensor(numbers).view(-1, 1, 1)
     >>> cache, slots = torch.zeros(2, 3, 2, 1, 1), torch.tensor([4, 5, 0])
     >>> store_kv(one_head(0.0, 0.0, 0.0), one_head(1.0, 3.0, 8.0), cache, slots)
     >>> lens, table = np.array([3]), np.array([[2, 0]])
-    >>> groups = group_rows(np.array([0, 1]), lens, table, 2, 1, torch.float, torch.device("cpu"))
+    >>> groups = group_rows(np.array([0, 1]), lens, table, 2, torch.float, torch.device("cpu"))
     >>> rows = map(torch.tensor, ([0, 1], lens, [0, 3]))
     >>> attend_torch(one_head(1.0), cache, AttentionMetadata(*rows, 1, 3, torch.tensor(table), slots, groups)).item()
     4.0
     """
-    num_heads, num_kv_heads, head_dim = q.shape[1], *kv_cache.shape[3:]
     out = q.new_empty(q.shape)
     for group in metadata.row_groups:
         rows = len(group.bias)
-        shape = (rows, -1, num_kv_heads, head_dim)
-        keys, values = (cache.index_select(0, group.blocks).view(shape).transpose(1, 2) for cache in kv_cache)
-        queries = q[group.tokens].view(rows, -1, num_heads, head_dim).transpose(1, 2)
-        folded = queries.reshape(rows, num_kv_heads, -1, head_dim)
-        attended = F.scaled_dot_product_attention(folded, keys, values, attn_mask=group.bias)
-        out[group.tokens] = attended.reshape(rows, num_heads, -1, head_dim).transpose(1, 2).flatten(0, 1)
+        queries = q[group.tokens].view(rows, -1, *q.shape[1:])
+        keys, values = (cache.index_select(0, group.blocks).view(rows, -1, *cache.shape[2:]) for cache in kv_cache)
+        heads_first = (each.transpose(1, 2) for each in (queries, keys, values))
+        attended = F.scaled_dot_product_attention(*heads_first, attn_mask=group.bias, enable_gqa=True)
+        out[group.tokens] = attended.transpose(1, 2).flatten(0, 1)
     return out
 
 
@@ -85,7 +82,7 @@ MAX_PIECE = 256  # queries of one row attended at once by attend_torch: bounds t
 
 
 def group_rows(cu_seqlens_q: np.ndarray, context_lens: np.ndarray, block_table: np.ndarray, block_size: int,
-               num_heads_per_kv_head: int, dtype: torch.dtype, device: torch.device) -> tuple[RowGroup, ...]:
+               dtype: torch.dtype, device: torch.device) -> tuple[RowGroup, ...]:
     """Plan attend_torch's work for a step: all rows with one query each land in a few groups, whatever their number.
     Groups go by number of queries and by the power of two that holds a row's blocks, so padding stays below half.
     """
@@ -103,8 +100,7 @@ def group_rows(cu_seqlens_q: np.ndarray, context_lens: np.ndarray, block_table: 
         tokens = begin[members, None] + np.arange(int(num_queries[members[0]]))
         width = int(num_blocks[members].max())
         masked = torch.from_numpy(np.arange(width * block_size) > position[tokens][..., None])
-        bias = torch.zeros(masked.shape, dtype=dtype).masked_fill_(masked, -torch.inf)
-        bias = bias[:, None, None].expand(-1, 1, num_heads_per_kv_head, -1, -1).flatten(2, 3)
+        bias = torch.zeros(masked.shape, dtype=dtype).masked_fill_(masked, -torch.inf)[:, None]
         columns = np.minimum(np.arange(width), num_blocks[members, None] - 1)  # 0 times another's NaN would be NaN
         blocks = torch.from_numpy(block_table[row[begin[members], None], columns].astype(np.int64).ravel())
         index = torch.from_numpy(tokens.ravel()).to(device) if len(keys) > 1 else slice(None)

@@ -24,7 +24,7 @@ def cdiv(a: int, b: int) -> int:
 
 
 def hash_block(parent: bytes, token_ids: Sequence[int]) -> bytes:
-    """The name of a full block: its tokens and, through `parent`, all before them. That two share one is no real case."""
+    """The name of a full block: its tokens and, through `parent`, all before them. No two will ever share one."""
     return sha256(parent + array("q", token_ids).tobytes()).digest()
 
 

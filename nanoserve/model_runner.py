@@ -52,7 +52,6 @@ class ModelRunner:
         self.backend = select_backend(config.attention_backend, config.block_size, self.device, self.dtype, head_dim)
         self.block_size = config.block_size or self.backend.block_size
         self.max_model_len, self.vocab_size = config.max_model_len or 0, config.vocab_size
-        self.group_size = hf_config.num_attention_heads // num_kv_heads
         attend, dummy = self.backend.attend, config.load_format == "dummy"
         self.model = load_model(folder, hf_config, attend, self.max_model_len, self.dtype, self.device, dummy)
         self.num_layers, self.block_shape = hf_config.num_hidden_layers, (self.block_size, num_kv_heads, head_dim)
@@ -236,7 +235,7 @@ class ModelRunner:
         slots[:] = blocks * np.int64(self.block_size) + positions % self.block_size
         groups: tuple = ()
         if self.backend.attend is attend_torch:
-            groups = group_rows(cu[0], context, table, self.block_size, self.group_size, self.dtype, self.device)
+            groups = group_rows(cu[0], context, table, self.block_size, self.dtype, self.device)
         return packed, shape, rows.repeat(samples), positions[sample_rows[:num_samples]] + 1, groups
 
 

@@ -51,7 +51,7 @@ def make_case(rows, block_size, num_heads=6, num_kv_heads=2, head_dim=8, seed=0)
         max_seqlen_k=int(lens_k.max()),
         block_table=torch.from_numpy(table),
         slot_mapping=torch.tensor(slots),
-        row_groups=group_rows(cu_q, lens_k, table, block_size, num_heads // num_kv_heads, torch.float32, CPU),
+        row_groups=group_rows(cu_q, lens_k, table, block_size, torch.float32, CPU),
     )
     q = torch.randn(int(cu_q[-1]), num_heads, head_dim, generator=generator)
     return q, cache, metadata, (torch.cat(new_k), torch.cat(new_v)), dense
@@ -95,7 +95,7 @@ def test_store_kv_touches_only_its_slots():
 def test_many_decode_rows_make_few_groups():
     lens = np.arange(1, 257)
     table = np.zeros((256, 16), dtype=np.int32)
-    groups = group_rows(np.arange(257), lens, table, 16, 1, torch.float32, CPU)
+    groups = group_rows(np.arange(257), lens, table, 16, torch.float32, CPU)
     assert len(groups) <= 5
     assert sorted(torch.cat([group.tokens for group in groups]).tolist()) == list(range(256))
     padded = sum(group.bias.numel() for group in groups)

@@ -119,11 +119,13 @@ def test_allocation_that_fails_changes_nothing():
     same = make_request("same", [1, 2, 3, 4, 5, 6])
     blocks = manager.get_computed_blocks(same)
     assert len(blocks) == 2 and manager.num_free_blocks == 2  # both are hits: no room for the third
+    new = make_request("new", 5)
+    assert manager.get_computed_blocks(new) == []
     before = snapshot(manager)
     assert manager.allocate_slots(same, 2, blocks) is None
     assert manager.allocate_slots(same, 1, [], full_sequence_must_fit=True) is None
     assert manager.allocate_slots(running, 5) is None
-    assert manager.allocate_slots(make_request("new", 5), 5) is None
+    assert manager.allocate_slots(new, 5) is None
     assert snapshot(manager) == before and manager.block_table("same") == []
 
 
