@@ -147,13 +147,11 @@ class LLM:
                         chat_template_kwargs: dict | None = None) -> list[Prompt]:
         """The prompts `chat` would complete, one a conversation."""
         require(isinstance(messages, list | tuple), "messages", "a list of messages or of conversations", messages)
-        more = {} if chat_template_kwargs is None else chat_template_kwargs
-        require(isinstance(more, dict), "chat_template_kwargs", "None or a dict", more)
-        options = {"add_generation_prompt": add_generation_prompt, **more, "tokenize": False}
         prompts: list[Prompt] = []
         for conversation in [messages] if messages and isinstance(messages[0], dict) else messages:
-            with blame(f"the chat template cannot render {show(conversation)}"):
-                text = self.tokenizer.apply_chat_template(conversation, **options)
+            with blame(f"the chat template cannot render {show(conversation)} with {show(chat_template_kwargs)}"):
+                options = {"add_generation_prompt": add_generation_prompt, **(chat_template_kwargs or {})}
+                text = self.tokenizer.apply_chat_template(conversation, **{**options, "tokenize": False})
                 ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]  # the template wrote its own
             prompts.append({"prompt": text, "prompt_token_ids": ids})
         return prompts
@@ -318,7 +316,6 @@ class LLM:
                 raise
 
     def _add(self, state: _RequestState) -> None:
-        self.scheduler.check_request(state.request)
         with self._turn():
             self._states[state.request.request_id] = state
             self.scheduler.add_request(state.request)
@@ -329,13 +326,10 @@ class LLM:
             prompts = [prompts]
         by_priority = self.config.scheduling_policy == "priority"
         require(by_priority or priority is None, "priority", "None where scheduling_policy is 'fcfs'", priority)
-        params = _one_each("sampling_params", params, SamplingParams(), len(prompts))
-        priority = _one_each("priority", priority, 0, len(prompts))
+        params = _one_each("sampling_params", SamplingParams() if params is None else params, len(prompts))
+        priority = _one_each("priority", 0 if priority is None else priority, len(prompts))
         ids = (str(i) for i in self._ids if str(i) not in self.scheduler.requests)
-        states = [self._make_state(next(ids), *each) for each in zip(prompts, params, priority, strict=True)]
-        for state in states:
-            self.scheduler.check_request(state.request)
-        return states
+        return [self._make_state(next(ids), *each) for each in zip(prompts, params, priority, strict=True)]
 
     def _make_state(self, request_id: str, prompt: Prompt, params: SamplingParams, priority: int,
                     arrival_time: float | None = None) -> _RequestState:
@@ -347,6 +341,7 @@ class LLM:
         if self._more_eos_ids and not params.ignore_eos:
             params = replace(params, stop_token_ids=(*(params.stop_token_ids or ()), *self._more_eos_ids))
         request = Request(request_id, token_ids, params, priority, arrival_time or time.time())
+        self.scheduler.check_request(request)
         return _RequestState(request, text, self.tokenizer, self._news)
 
     def _tokenize(self, prompt: Any) -> tuple[str | None, list[int]]:
@@ -365,9 +360,8 @@ class LLM:
         return text, list(ids)
 
 
-def _one_each(name: str, given: Any, default: Any, num_prompts: int) -> list[Any]:
+def _one_each(name: str, given: Any, num_prompts: int) -> Sequence[Any]:
     """What was given for every prompt, or its items one for each. Raises ValueError if their number is wrong."""
-    if not isinstance(given, list | tuple):
-        return [default if given is None else given] * num_prompts
+    given = given if isinstance(given, list | tuple) else [given] * num_prompts
     require(len(given) == num_prompts, f"the number of {name}", f"{num_prompts}, one a prompt", len(given))
-    return list(given)
+    return given
