@@ -22,8 +22,6 @@ class AsyncScheduler(Scheduler):
     A token sampled for a request that was preempted meanwhile is dropped and sampled again: its K/V is gone anyway.
     """
 
-    runs_ahead = True
-
     def _num_known(self, request: Request) -> int:
         """With the tokens being sampled, but for the request's last, which is never computed."""
         return min(request.num_tokens + request.num_output_placeholders, request.max_num_tokens - 1)

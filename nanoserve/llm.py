@@ -227,7 +227,7 @@ class LLM:
                 self.drafter.forget(output.finished_req_ids)
             states = [self._states[share.request_id] for share in output.scheduled]
             self._in_flight.append((output, states, time.time(), self.runner.launch(output)))
-            num_left = int(self.scheduler.runs_ahead and bool(output.scheduled))
+            num_left = int(isinstance(self.scheduler, AsyncScheduler) and bool(output.scheduled))
             while len(self._in_flight) > num_left * self.scheduler.has_unfinished_requests:
                 self._finish_step(*self._in_flight.pop(0))
 

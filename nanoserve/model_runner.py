@@ -60,9 +60,9 @@ class ModelRunner:
         by_default = is_cuda and config.speculative_config is None
         self.async_scheduling = by_default if config.async_scheduling is None else config.async_scheduling
         self._worker = ThreadPoolExecutor(1) if self.async_scheduling and not is_cuda else None
-        # A row for each running request, the last one for padding: block table, its length, sampling parameters.
+        # A row for each running request, the last one for padding: block table and sampling parameters.
         self._table = np.zeros((config.max_num_seqs + 1, cdiv(self.max_model_len, self.block_size)), dtype=np.int32)
-        self._table_len, self._asked = [0] * config.max_num_seqs, np.zeros(config.max_num_seqs, ROW)
+        self._asked = np.zeros(config.max_num_seqs, ROW)
         self.reset()
         # The last step's samples stay on the device; a token that it is still sampling is -1 - its place among them.
         self._sampled = torch.zeros(config.max_num_batched_tokens, dtype=torch.int64, device=self.device)
@@ -185,22 +185,19 @@ class ModelRunner:
         return results, torch.cuda.current_stream().record_event() if self.device.type == "cuda" else None
 
     def _update_rows(self, output: SchedulerOutput) -> list[int]:
-        """Keep a row per running request; blocks are only ever appended to its block table. Returns the new blocks, but
-        for those found in the cache.
-        """
+        """Keep a row per running request. Returns the blocks of whose contents nothing is relied on."""
         fresh: list[int] = []
         gone = output.preempted_req_ids | output.finished_req_ids
         self._free_rows += [self._rows.pop(request_id) for request_id in gone if request_id in self._rows]
         for share in output.scheduled:
-            row, num_blocks = self._rows.get(share.request_id), len(share.block_ids)
+            # The blocks of computed tokens are in its row since they were handed out, if it has one.
+            row, begin = self._rows.get(share.request_id), cdiv(share.num_computed_tokens, self.block_size)
+            fresh += share.block_ids[begin:]
             if row is None:
                 self._rows[share.request_id] = row = self._free_rows.pop()
-                self._table_len[row], self._asked[row] = 0, sampling_row(share.sampling_params)
-            known = self._table_len[row]
-            if known < num_blocks:
-                self._table[row, known:num_blocks] = share.block_ids[known:]
-                self._table_len[row] = num_blocks
-                fresh += share.block_ids[max(known, share.num_computed_tokens // self.block_size) :]
+                self._asked[row], begin = sampling_row(share.sampling_params), 0
+            if begin < len(share.block_ids):
+                self._table[row, begin : len(share.block_ids)] = share.block_ids[begin:]
         return fresh
 
     def _pack(self, scheduled: list[ScheduledRequest], graph_size: int) -> tuple:

@@ -42,8 +42,6 @@ class Scheduler:
     """vLLM V1's Scheduler: two queues and a token budget. A policy is one sort key, of arrival ("fcfs") or of
     (priority, arrival_time): the smallest waiting request is admitted first, the largest running one preempted first.
     """
-    runs_ahead = False  # whether a step may be scheduled before the last one's tokens are known
-
     def __init__(self, block_manager: BlockManager, *, max_num_seqs: int, max_num_batched_tokens: int,
                  max_model_len: int, policy: str = "fcfs", long_prefill_token_threshold: int = 0,
                  eos_token_ids: Collection[int] = frozenset()):
