@@ -178,8 +178,7 @@ class AttentionBackend:
 
 BACKENDS = (  # best first
     AttentionBackend("flash_attn_3", attend_flash_attn_3, 128, 1, "flash_attn_interface", "flash_attn_with_kvcache",
-                     "page_table", range(9, 10), "build FlashAttention's folder hopper, or pip install tokenspeed-fa3 "
-                     "(a third party's build)"),
+                     "page_table", range(9, 10), "build FlashAttention's folder hopper, or pip install tokenspeed-fa3"),
     AttentionBackend("flash_attn", attend_flash_attn, 256, 256, "flash_attn", "flash_attn_with_kvcache",
                      "block_table", range(8, 100), "pip install --no-build-isolation 'nanoserve[cuda]'"),
     AttentionBackend("torch_varlen", attend_torch_varlen, 256, 256, "torch.nn.attention.varlen", "varlen_attn",

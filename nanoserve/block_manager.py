@@ -23,11 +23,6 @@ def cdiv(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def hash_block(parent: bytes, token_ids: Sequence[int]) -> bytes:
-    """The name of a full block: its tokens and, through `parent`, all before them. No two will ever share one."""
-    return sha256(parent + array("q", token_ids).tobytes()).digest()
-
-
 @dataclass(slots=True)
 class _Holding:
     """What one request holds."""
@@ -159,11 +154,13 @@ class BlockManager:
                 del self._cached[block_hash]
 
     def _hashes(self, request: Request, num_blocks: int) -> list[bytes]:
-        """The hashes of the request's full blocks, at least `num_blocks`; each is computed once while it holds any."""
+        """The hashes of the request's full blocks, at least `num_blocks`, each computed once. A hash is of a block's
+        tokens and of the hash before it, so of all tokens before it; no two will ever be the same by chance.
+        """
         hashes = self._held[request.request_id].hashes
         for i in range(len(hashes), num_blocks):
-            tokens = request.token_ids[i * self.block_size : (i + 1) * self.block_size]
-            hashes.append(hash_block(hashes[-1] if hashes else b"", tokens))
+            tokens = array("q", request.token_ids[i * self.block_size : (i + 1) * self.block_size])
+            hashes.append(sha256((hashes[-1] if hashes else b"") + tokens.tobytes()).digest())
         return hashes
 
     def check(self) -> None:

@@ -41,14 +41,12 @@ class EngineConfig:
     def from_options(cls, model: str, options: dict[str, Any]) -> "EngineConfig":
         """The config for what a caller wrote. Raises ValueError naming an unknown option or an impossible value."""
         known = {field.name for field in fields(cls)} - {"model", "hf_config", "vocab_size"}
-        for name in options:
-            if name not in known:
-                raise ValueError(f"unknown option {name!r}; the options are {', '.join(sorted(known))}")
-        dtype = options.get("dtype", "auto")
-        dtype = str(dtype).removeprefix("torch.") if type(dtype).__name__ == "dtype" else dtype
-        return cls(model=model, **{**options, "dtype": dtype})
+        require(options.keys() <= known, "options", f"among {', '.join(sorted(known))}", sorted(options.keys() - known))
+        return cls(model=model, **options)
 
     def __post_init__(self):
+        if type(self.dtype).__name__ == "dtype":  # torch's, by its name
+            object.__setattr__(self, "dtype", str(self.dtype).removeprefix("torch."))
         check_options(self)
         require(self.model != "", "model", "a folder, a hub id or 'demo'", self.model)
         ok = self.speculative_config is None or not self.async_scheduling

@@ -52,9 +52,8 @@ def _download_gguf(into: Path) -> Path:
 
 def _convert(path: Path, folder: Path) -> None:
     import torch
-    from gguf import GGUFReader, TokenType
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+    from tokenizers import pre_tokenizers
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
     config.rms_norm_eps = round(config.rms_norm_eps, 10)  # GGUF's float32 made 9.99999974e-06 of 1e-5
@@ -64,15 +63,9 @@ def _convert(path: Path, folder: Path) -> None:
     model.load_state_dict(unpacked.state_dict())
     model.save_pretrained(folder)
 
-    # By hand, because transformers' GGUF tokenizer would not split digits, and not every version's has the right EOS.
-    fields = {name.removeprefix("tokenizer."): field.contents() for name, field in GGUFReader(path).fields.items()}
-    tokens, merges = fields["ggml.tokens"], [tuple(merge.split(" ")) for merge in fields["ggml.merges"]]
-    bpe = Tokenizer(models.BPE({token: token_id for token_id, token in enumerate(tokens)}, merges))
+    tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    tokenizer.model_max_length = config.max_position_embeddings
     # GGUF only names this ("smollm"): digits one by one, then GPT-2's split into words and bytes.
     digits, words = pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.Sequence([digits, words]), decoders.ByteLevel()
-    bpe.add_special_tokens([tokens[i] for i, kind in enumerate(fields["ggml.token_type"]) if kind == TokenType.CONTROL])
-    bos, eos, pad = (tokens[i] for i in (config.bos_token_id, config.eos_token_id, config.pad_token_id))
-    about = {"chat_template": fields["chat_template"], "model_max_length": config.max_position_embeddings}
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token=bos, eos_token=eos, pad_token=pad, **about)
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, words])
     tokenizer.save_pretrained(folder)

@@ -26,7 +26,7 @@ from nanoserve.loader import find_model, load_config, load_tokenizer
 from nanoserve.model_runner import ModelRunner, TokenLogprobs
 from nanoserve.ngram import NgramProposer
 from nanoserve.request import (CompletionOutput, Logprob, Request, RequestMetrics, RequestOutput, RequestStatus,
-                               SamplingParams, blame, require, require_number, show)
+                               SamplingParams, blame, check_options, require, show)
 from nanoserve.scheduler import ScheduledRequest, Scheduler, SchedulerOutput
 
 Prompt = str | Sequence[int] | dict[str, Any]  # a text, token ids, {"prompt": text} or {"prompt_token_ids": ids}
@@ -62,9 +62,9 @@ class _RequestState:
     def output(self) -> RequestOutput:
         self.read()
         request, text = self.request, self.detokenizer.shown(self.finished)
-        logprobs = None if request.sampling_params.logprobs is None else self.logprobs[: request.num_output_tokens]
-        reasons = request.status.finish_reason, request.stop_reason
-        completions = [CompletionOutput(text, request.output_token_ids, *reasons, logprobs)]
+        token_ids, reasons = request.output_token_ids, (request.status.finish_reason, request.stop_reason)
+        logprobs = None if request.sampling_params.logprobs is None else self.logprobs[: len(token_ids)]
+        completions = [CompletionOutput(text, token_ids, *reasons, logprobs)]
         metrics = replace(self.metrics, num_preemptions=request.num_preemptions)
         return RequestOutput(request.request_id, self.prompt, self.prompt_token_ids, completions, self.finished,
                              request.num_cached_tokens, metrics)
@@ -89,15 +89,14 @@ class LLM:
         self._more_eos_ids = tuple(eos_token_ids - {self.tokenizer.eos_token_id})
         self.config = config = config.for_model(hf_config, min(hf_config.vocab_size, len(self.tokenizer)))
         self.runner = runner = ModelRunner(config, folder)
-        num_slots = runner.num_blocks * runner.block_size
         self.block_manager = BlockManager(runner.num_blocks, runner.block_size, config.enable_prefix_caching)
+        # A limit nobody asked for gives way to what the cache holds.
+        num_slots = runner.num_blocks * runner.block_size
+        max_model_len = options.get("max_model_len") or min(runner.max_model_len, num_slots)
+        limits = ("max_num_seqs", "max_num_batched_tokens", "long_prefill_token_threshold")
         self.scheduler = (AsyncScheduler if runner.async_scheduling else Scheduler)(
-            self.block_manager, max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens,
-            policy=config.scheduling_policy, long_prefill_token_threshold=config.long_prefill_token_threshold,
-            # A limit nobody asked for gives way to what the cache holds.
-            max_model_len=options.get("max_model_len") or min(runner.max_model_len, num_slots),
-            eos_token_ids=eos_token_ids & {self.tokenizer.eos_token_id},
-        )  # fmt: skip
+            self.block_manager, **{name: getattr(config, name) for name in limits}, max_model_len=max_model_len,
+            policy=config.scheduling_policy, eos_token_ids=eos_token_ids & {self.tokenizer.eos_token_id})
         self.last_output: SchedulerOutput | None = None  # the step scheduled last, for whoever watches
         self._in_flight: list[tuple] = []  # steps launched: output, states, time, and what waits for the result
         self._states: dict[str, _RequestState] = {}
@@ -122,8 +121,8 @@ class LLM:
             for state in self._run(states, lambda state: state):
                 if state.finished:
                     rate = (self._counters["generation_tokens"] - before) / (time.perf_counter() - begin)
-                    queues = f"running {len(self.scheduler.running)}, waiting {len(self.scheduler.waiting)}"
-                    bar.set_postfix_str(f"{rate:.1f} tokens/s, {queues}", refresh=False)
+                    running, waiting = len(self.scheduler.running), len(self.scheduler.waiting)
+                    bar.set_postfix_str(f"{rate:.1f} tokens/s, {running=}, {waiting=}", refresh=False)
                     bar.update()
         return [state.output() for state in states]
 
@@ -237,7 +236,8 @@ class LLM:
         for i, (state, share) in enumerate(zip(states, output.scheduled, strict=True)):
             self._count(state, share, result.sampled_token_ids[i], begin)
             if result.logprobs[i]:
-                state.logprobs[state.request.num_output_tokens :] = map(self._logprobs, result.logprobs[i])
+                num_before = state.request.num_tokens - state.request.num_prompt_tokens
+                state.logprobs[num_before:] = map(self._logprobs, result.logprobs[i])
         self.scheduler.update_from_output(output, result.sampled_token_ids)
         for state in states:
             self._read(state, end)
@@ -333,14 +333,13 @@ class LLM:
 
     def _make_state(self, request_id: str, prompt: Prompt, params: SamplingParams, priority: int,
                     arrival_time: float | None = None) -> _RequestState:
-        require(isinstance(request_id, str), "request_id", "a str", request_id)
-        require(isinstance(params, SamplingParams), "sampling_params", "a SamplingParams", params)
-        require_number("priority", priority, True, -(2**63), 2**63)
-        require_number("arrival_time", arrival_time, False, 0, 1e12, optional=True)
         text, token_ids = self._tokenize(prompt)
+        arrival_time = time.time() if arrival_time is None else arrival_time
+        request = Request(request_id, token_ids, params, priority, arrival_time)
+        check_options(request)
         if self._more_eos_ids and not params.ignore_eos:
-            params = replace(params, stop_token_ids=(*(params.stop_token_ids or ()), *self._more_eos_ids))
-        request = Request(request_id, token_ids, params, priority, arrival_time or time.time())
+            stop_token_ids = (*(params.stop_token_ids or ()), *self._more_eos_ids)
+            request.sampling_params = replace(params, stop_token_ids=stop_token_ids)
         self.scheduler.check_request(request)
         return _RequestState(request, text, self.tokenizer, self._news)
 
@@ -352,10 +351,9 @@ class LLM:
         if isinstance(ids, str):
             with blame(f"the tokenizer cannot read {show(ids)}"):
                 text, ids = ids, self.tokenizer(ids)["input_ids"]
-        ok = isinstance(ids, list | tuple) and all(type(token_id) is int for token_id in ids)
-        require(ok, "a prompt", "a str, a list of token ids or a dict with either", prompt)
+        require(isinstance(ids, list | tuple), "a prompt", "a str, a list of token ids or a dict with either", prompt)
         limit = self.config.hf_config.vocab_size
-        wrong = [token_id for token_id in ids if not 0 <= token_id < limit]
+        wrong = [token_id for token_id in ids if type(token_id) is not int or not 0 <= token_id < limit]
         require(not wrong, "token ids", f"in [0, {limit})", wrong)
         return text, list(ids)
 

@@ -68,7 +68,8 @@ def load_model(folder: Path, config: Any, attend: Attend, max_model_len: int, dt
         model = CausalLM(config, attend).to(dtype)
     files = {} if dummy else _open_weights(folder, dict(model.checkpoint_tensors()))
     model.to_empty(device=device)
-    model.tie_weights()
+    if config.tie_word_embeddings:
+        model.lm_head.weight = model.model.embed_tokens.weight
     generator = torch.Generator(device).manual_seed(0)
     for name, target in model.checkpoint_tensors():
         if dummy:

@@ -6,6 +6,7 @@ whichever requests they belong to (Yu et al. 2022, "Orca").
 """
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -76,19 +77,6 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
     return nn.functional.silu(gate) * up
 
 
-class Elementwise:
-    """What lies between the matrix products. `compile` fuses each function into one kernel for one token, and one of
-    dynamic shape for more, both during the warm-up.
-    """
-
-    def __init__(self):
-        self.add_rms_norm, self.norm_and_rotate, self.silu_and_mul = add_rms_norm, norm_and_rotate, silu_and_mul
-
-    def compile(self) -> None:
-        for name, function in vars(self).items():
-            setattr(self, name, torch.compile(function, dynamic=True))
-
-
 class Linear(nn.Linear):
     """The checkpoint's linears over the same input as one matrix product; `parts` names them and sizes their outputs.
 
@@ -111,7 +99,7 @@ class Linear(nn.Linear):
 
 
 class Attention(nn.Module):
-    def __init__(self, config: Any, attend: Attend, ops: Elementwise):
+    def __init__(self, config: Any, attend: Attend, ops: SimpleNamespace):
         super().__init__()
         extra = ARCHITECTURES[config.architectures[0]]  # the loader has called check_supported
         self.attend, self.ops, self.head_dim, self.eps = attend, ops, get_head_dim(config), config.rms_norm_eps
@@ -134,7 +122,7 @@ class Attention(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    def __init__(self, config: Any, attend: Attend, ops: Elementwise):
+    def __init__(self, config: Any, attend: Attend, ops: SimpleNamespace):
         super().__init__()
         self.ops, self.eps = ops, config.rms_norm_eps
         self.input_layernorm = nn.RMSNorm(config.hidden_size, self.eps)
@@ -154,7 +142,7 @@ class DecoderLayer(nn.Module):
 
 
 class Decoder(nn.Module):
-    def __init__(self, config: Any, attend: Attend, ops: Elementwise):
+    def __init__(self, config: Any, attend: Attend, ops: SimpleNamespace):
         super().__init__()
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(DecoderLayer(config, attend, ops) for _ in range(config.num_hidden_layers))
@@ -166,16 +154,18 @@ class CausalLM(nn.Module):
 
     def __init__(self, config: Any, attend: Attend):
         super().__init__()
-        self.ops = Elementwise()
+        functions = (add_rms_norm, norm_and_rotate, silu_and_mul)  # what lies between the matrix products
+        self.ops = SimpleNamespace(**{function.__name__: function for function in functions})
         self.model = Decoder(config, attend, self.ops)
         self.lm_head = Linear(config.hidden_size, {"lm_head": config.vocab_size})
         if config.tie_word_embeddings:
-            self.lm_head.register_parameter("weight", None)  # the loader's tie_weights() makes it the embedding's
+            self.lm_head.register_parameter("weight", None)  # the loader makes it the embedding's
         self.rope_table = torch.empty(0)  # set by the loader: it is computed, not loaded
 
-    def tie_weights(self) -> None:
-        if self.lm_head.weight is None:
-            self.lm_head.weight = self.model.embed_tokens.weight
+    def compile_ops(self) -> None:
+        """Fuse each into one kernel for one token, and one of dynamic shape for more, when they are first called."""
+        for name, function in vars(self.ops).items():
+            setattr(self.ops, name, torch.compile(function, dynamic=True))
 
     def forward(self, input_ids: Tensor, positions: Tensor, kv_caches: list[Tensor],
                 metadata: AttentionMetadata) -> Tensor:

@@ -84,7 +84,7 @@ class ModelRunner:
     def _warm_up(self, config: EngineConfig) -> None:
         """Run the largest step there can be, to know its memory, and small ones, so that all is compiled."""
         if not config.enforce_eager:
-            self.model.ops.compile()
+            self.model.compile_ops()
         self.kv_caches = self._make_caches(0)
         rows, params = min(config.max_num_seqs, config.max_num_batched_tokens), SamplingParams(top_p=0.9)
         largest = min(config.max_num_batched_tokens, rows * self.max_model_len)

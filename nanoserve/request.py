@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import InitVar, dataclass, field
 from enum import IntEnum
 from functools import cache
-from typing import Annotated, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 _get_hints = cache(get_type_hints)
 
@@ -49,12 +49,12 @@ def check_options(options: object) -> None:
     a Literal of strings, or a plain type. Other annotations are not looked at.
     """
     for name, hint in _get_hints(type(options), include_extras=True).items():
-        value, args = getattr(options, name), get_args(hint)
+        value, args = getattr(options, name, None), get_args(hint)
         if get_origin(hint) is Annotated:
             require_number(name, value, args[0] is not float, *args[1:], optional=args[0] == int | None)
         elif get_origin(hint) is Literal:
             require(type(value) is str and value in args, name, f"one of {', '.join(args)}", value)
-        elif hint in (bool, str, bool | None, str | None, dict | None):
+        elif hint in (bool, str, bool | None, str | None, dict | None, SamplingParams):
             require(isinstance(value, hint), name, f"a {getattr(hint, '__name__', hint)}", value)
 
 
@@ -127,8 +127,8 @@ class Request:
     request_id: str
     prompt_token_ids: InitVar[Sequence[int]]
     sampling_params: SamplingParams
-    priority: int = 0  # a smaller value is more important
-    arrival_time: float = 0.0
+    priority: Annotated[int, -(2**63), 2**63] = 0  # a smaller value is more important
+    arrival_time: Annotated[float, 0, 1e12] = 0.0
     status: RequestStatus = RequestStatus.WAITING
     stop_reason: int | str | None = None
     sort_key: tuple = ()  # set by Scheduler.add_request: smallest is admitted, largest is preempted
@@ -164,15 +164,9 @@ class Request:
     def output_token_ids(self) -> list[int]:
         return self.token_ids[self.num_prompt_tokens :]
 
-    @property
-    def num_output_tokens(self) -> int:
-        return len(self.token_ids) - self.num_prompt_tokens
 
-
-@dataclass(frozen=True, slots=True)
-class Logprob:
+class Logprob(NamedTuple):
     """A token's log-probability under the model's own distribution and its rank in it (1: the likeliest)."""
-
     logprob: float
     rank: int
     decoded_token: str | None = None

@@ -24,6 +24,9 @@ def sampling_row(params: SamplingParams) -> tuple:
     return params.temperature, params.min_p, params.top_k, params.top_p, (seed or 0) % 2**64, seed is not None, logprobs
 
 
+GREEDY = np.array(sampling_row(SamplingParams(temperature=1)), ROW)  # what a greedy row asks of a draw: nothing
+
+
 def sample(logits: torch.Tensor, asked: np.ndarray, positions: np.ndarray, generator: torch.Generator) -> torch.Tensor:
     """One token id per row of logits [num_rows, vocab_size], which stay as they are: [num_rows] int64, -1 where the
     largest logit is no finite number. asked[r], a ROW, is what row r wants, positions[r] where its token goes.
@@ -33,36 +36,34 @@ def sample(logits: torch.Tensor, asked: np.ndarray, positions: np.ndarray, gener
     any batch, in chunks, after preemption and when a step is run again. Drafts need no rule of their own: one is
     accepted if it is the token drawn here in its place, so every token is drawn as it is without drafts.
     """
-    rows = np.flatnonzero(asked["temperature"] >= GREEDY_BELOW)
+    is_drawn = asked["temperature"] >= GREEDY_BELOW
     largest, likeliest = logits.max(dim=-1)
     likeliest.masked_fill_(~largest.isfinite(), -1)
-    if not len(rows):
+    if not is_drawn.any():
         return likeliest
 
     def tensor(array: np.ndarray) -> torch.Tensor:
         return torch.tensor(array, pin_memory=logits.is_cuda).to(logits.device, non_blocking=True)
 
-    drawn, index, vocab_size = asked[rows, None], tensor(rows), logits.shape[1]
-    if len(rows) < len(asked):
-        logits, largest = logits[index], largest[index]
+    asked, vocab_size = np.where(is_drawn, asked, GREEDY)[:, None], logits.shape[1]
     # In float32, and with the largest at 0: no temperature is small enough to overflow.
-    weights = (logits - largest[:, None].float()).div_(tensor(drawn["temperature"]))
-    if drawn["min_p"].any():
-        weights.masked_fill_(weights < tensor(drawn["min_p"]).log_(), -torch.inf)
-    top_k = np.where((drawn["top_k"] > 0) & (drawn["top_k"] < vocab_size), drawn["top_k"], vocab_size)
-    top_p = np.where(drawn["top_p"] < 1, drawn["top_p"] * (1 - ROUNDING), np.inf)
+    weights = (logits - largest[:, None].float()).div_(tensor(asked["temperature"]))
+    if asked["min_p"].any():
+        weights.masked_fill_(weights < tensor(asked["min_p"]).log_(), -torch.inf)
+    top_k = np.where((asked["top_k"] > 0) & (asked["top_k"] < vocab_size), asked["top_k"], vocab_size)
+    top_p = np.where(asked["top_p"] < 1, asked["top_p"] * (1 - ROUNDING), np.inf)
     for group in (np.flatnonzero(top_k < vocab_size), np.flatnonzero((top_k == vocab_size) & (top_p < 1))):
         if len(group):
             place, goal = tensor(group), tensor(top_p[group]) if top_p[group].min() < 1 else None
             weights[place] = _keep_likeliest(weights[place], int(top_k[group].max()), tensor(top_k[group]), goal)
     noise, own = torch.empty_like(weights).uniform_(generator=generator), torch.Generator(logits.device)
-    for i in np.flatnonzero(drawn["seeded"]).tolist():
+    for i in np.flatnonzero(asked["seeded"]).tolist():
         # A hash, since torch's CPU generator looks at the low 32 bits of a seed only.
-        draw = blake2b(b"%d %d" % (drawn["seed"][i, 0], positions[rows[i]]), digest_size=8)
+        draw = blake2b(b"%d %d" % (asked["seed"][i, 0], positions[i]), digest_size=8)
         noise[i].uniform_(generator=own.manual_seed(int.from_bytes(draw.digest(), "little")))
     # -log of uniform noise is exponential; its sign is left to argmin.
     sampled = weights.exp_().div_(noise.log_().clamp_(-1 / NOISE_STEP, -NOISE_STEP)).argmin(dim=-1)
-    return likeliest.index_copy_(0, index, sampled.masked_fill_(~largest.isfinite(), -1))
+    return torch.where(tensor(is_drawn) & largest.isfinite(), sampled, likeliest)
 
 
 def _keep_likeliest(logits: torch.Tensor, width: int, top_k: torch.Tensor, top_p: torch.Tensor | None) -> torch.Tensor:

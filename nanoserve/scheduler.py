@@ -8,7 +8,6 @@ Models, tensors and text are not known here. vLLM's queues for skipped requests 
 
 from bisect import insort
 from collections.abc import Collection
-from dataclasses import dataclass
 from itertools import count
 from typing import NamedTuple
 
@@ -27,10 +26,8 @@ class ScheduledRequest(NamedTuple):
     sampling_params: SamplingParams
 
 
-@dataclass(frozen=True, slots=True)
-class SchedulerOutput:
+class SchedulerOutput(NamedTuple):
     """One step, in scheduling order."""
-
     scheduled: list[ScheduledRequest]
     preempted_req_ids: set[str]  # lost their K/V since the previous output
     finished_req_ids: set[str]  # finished since the previous output, for whoever keeps state per request

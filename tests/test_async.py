@@ -176,7 +176,7 @@ class AsyncShadowRun(ShadowRun):
                 expected, status, reason = expected[:end], RequestStatus.FINISHED_STOPPED, "text"
                 break
         if request.status.finish_reason == "abort":
-            assert expected[: request.num_output_tokens] == request.output_token_ids
+            assert expected[: len(request.output_token_ids)] == request.output_token_ids
             return
         assert (request.output_token_ids, request.status, request.stop_reason) == (expected, status, reason)
         stopped, ends = status is RequestStatus.FINISHED_STOPPED, self.ends[request]

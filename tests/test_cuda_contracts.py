@@ -14,7 +14,7 @@ import pytest
 import torch
 from helpers_scheduler import check_scheduler
 from test_attention import MIXES, dense_attention, make_case
-from tiny_models import CONFIGS
+from tiny_models import CONFIGS, make_model_of_nothing
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import varlen
 
@@ -262,7 +262,8 @@ def test_a_step_runs_on_a_fake_cuda_device(name, architecture, graph, monkeypatc
             for key, parameter in module._parameters.items():
                 if parameter is not None:
                     module._parameters[key] = torch.empty(parameter.shape, dtype=parameter.dtype, device=cuda)
-        runner.model.tie_weights()
+        if config.tie_word_embeddings:
+            runner.model.lm_head.weight = runner.model.model.embed_tokens.weight
         runner.model.rope_table = torch.empty(1024, 2, head_dim, device=cuda)
         runner._sampled = torch.zeros(512, dtype=torch.int64, device=cuda)
         runner.kv_caches = [
@@ -295,10 +296,11 @@ def test_elementwise_functions_are_compiled_on_cuda_alone_and_not_after_the_warm
     torch._dynamo.reset()
     monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 64)  # this test makes many models in one process
     for hidden, heads, kv_heads, head_dim, norm in ((64, 4, 2, 16, None), (96, 8, 1, 24, True), (48, 8, 8, 16, True)):
-        ops, eager = model.Elementwise(), model.Elementwise()
         with monkeypatch.context() as patch:
             patch.setattr(torch, "compile", compile_here)
-            ops.compile()
+            causal_lm = make_model_of_nothing()
+            causal_lm.compile_ops()
+        ops, eager = causal_lm.ops, model
         weight = torch.nn.Parameter(torch.rand(hidden), requires_grad=False)
         head_weight = torch.rand(heads + kv_heads, head_dim) if norm else None
         embedding, table = torch.nn.Embedding(5, hidden), torch.rand(128, 2, head_dim)

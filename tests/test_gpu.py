@@ -15,7 +15,7 @@ from helpers_scheduler import check_scheduler
 from test_attention import MIXES, make_case
 from test_cuda_graph import decode_step, execute_eagerly
 from test_parity import PROMPTS, reference
-from tiny_models import make_tokenizer
+from tiny_models import make_model_of_nothing, make_tokenizer
 from transformers import Qwen3Config
 
 from nanoserve import LLM, SamplingParams, model
@@ -216,8 +216,9 @@ def test_nothing_is_compiled_after_the_warm_up(kernel, tiny_model, monkeypatch):
 
 @pytest.mark.parametrize("num_tokens", [1, 2, 11, 300])
 def test_compiled_functions_compute_what_eager_ones_do(num_tokens):
-    compiled, eager = model.Elementwise(), model.Elementwise()
-    compiled.compile()
+    causal_lm = make_model_of_nothing()
+    causal_lm.compile_ops()
+    compiled, eager = causal_lm.ops, model
     make = torch.Generator(DEVICE).manual_seed(0)
 
     def noise(*shape):

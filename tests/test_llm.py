@@ -90,7 +90,7 @@ def test_generate_numbers_its_requests_around_those_that_are_there(llm):
         (lambda llm: llm.generate([5], SamplingParams(max_tokens=0)), ["max_tokens", "0"]),
         (lambda llm: llm.generate([5, 288], SHORT), ["288"]),
         (lambda llm: llm.generate([5, -1], SHORT), ["-1"]),
-        (lambda llm: llm.generate([5, "x"], SHORT), ["prompt", "x"]),
+        (lambda llm: llm.generate([5, "x"], SHORT), ["token ids", "x"]),
         (lambda llm: llm.generate([[5], None], SHORT), ["prompt", "None"]),
         (lambda llm: llm.generate({"text": "x"}, SHORT), ["prompt", "text"]),
         (lambda llm: llm.generate([[5], [6]], [SHORT]), ["sampling_params", "1", "2"]),

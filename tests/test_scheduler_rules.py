@@ -303,14 +303,14 @@ def test_rule_23_exactly_max_tokens_or_up_to_max_model_len(max_tokens, expected)
     scheduler.add_request(request)
     while scheduler.has_unfinished_requests:
         step(scheduler)
-    assert request.num_output_tokens == expected and request.status is RequestStatus.FINISHED_LENGTH_CAPPED
+    assert len(request.output_token_ids) == expected and request.status is RequestStatus.FINISHED_LENGTH_CAPPED
 
 
 def test_rule_24_a_share_that_does_not_reach_the_end_samples_nothing():
     scheduler = make_scheduler(max_num_batched_tokens=4)
     scheduler.add_request(make_request("A", 8))
     last_chunks = [step(scheduler).scheduled[0].is_last_chunk for _ in range(3)]
-    assert last_chunks == [False, True, True] and scheduler.requests["A"].num_output_tokens == 2
+    assert last_chunks == [False, True, True] and len(scheduler.requests["A"].output_token_ids) == 2
 
 
 def test_rule_25_finished_ids_travel_with_the_next_output_once():

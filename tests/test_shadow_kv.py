@@ -232,7 +232,7 @@ class ShadowRun:
         alone = Request("alone", request.token_ids[: request.num_prompt_tokens], request.sampling_params)
         generate_alone(alone, self.scheduler.max_model_len)
         if request.status.finish_reason == "abort":
-            assert alone.output_token_ids[: request.num_output_tokens] == request.output_token_ids
+            assert alone.output_token_ids[: len(request.output_token_ids)] == request.output_token_ids
         else:
             assert (request.output_token_ids, request.status) == (alone.output_token_ids, alone.status)
 

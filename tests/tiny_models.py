@@ -8,6 +8,9 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen3Config
 
+from nanoserve.attention import attend_torch
+from nanoserve.model import CausalLM
+
 torch.set_num_threads(2)
 CORPUS = ["the quick brown fox jumps over the lazy dog", "hello world, how are you today?", "one two three four five"]
 CHAT_TEMPLATE = (
@@ -31,6 +34,13 @@ CONFIGS = {
     "qwen3": lambda: Qwen3Config(**SIZES, head_dim=32, tie_word_embeddings=False),
     "qwen3-tied": lambda: Qwen3Config(**SIZES, head_dim=16, tie_word_embeddings=True, attention_bias=True),
 }
+
+
+def make_model_of_nothing() -> CausalLM:
+    config = CONFIGS["llama"]()
+    config.architectures = ["LlamaForCausalLM"]
+    with torch.device("meta"):
+        return CausalLM(config, attend_torch)
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
