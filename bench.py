@@ -39,7 +39,7 @@ from nanoserve.model import CausalLM, Linear
 from nanoserve.request import Request
 from nanoserve.sampler import sample
 from nanoserve.scheduler import Scheduler, StaticBatchScheduler
-from nanoserve.timeline import Cell, Timeline
+from timeline import Cell, Timeline
 
 _COMMON = dict(rms_norm_eps=1e-6, tie_word_embeddings=True, dtype="bfloat16", bos_token_id=0, eos_token_id=1)
 _QWEN3 = _COMMON | dict(

@@ -8,9 +8,9 @@ function `(q, kv_cache, metadata) -> out`, with q and out `[num_tokens, num_head
 
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from importlib import import_module
 from inspect import signature
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,19 +19,15 @@ import torch.nn.functional as F
 from nanoserve.request import blame, require
 
 
-@dataclass(frozen=True, slots=True)
-class RowGroup:
+class RowGroup(NamedTuple):
     """Rows, or pieces of rows, that have the same number of queries and contexts of similar length."""
-
     tokens: torch.Tensor | slice  # [rows * queries] int64, which rows of q; slice(None): all, in their order
     blocks: torch.Tensor  # [rows * blocks] int64, padded with the row's last block
     bias: torch.Tensor  # [rows, 1, queries, blocks * block_size], 0 where a query sees a key, else -inf
 
 
-@dataclass(frozen=True, slots=True)
-class AttentionMetadata:
+class AttentionMetadata(NamedTuple):
     """Where each row's queries and keys are; a row is one scheduled request."""
-
     cu_seqlens_q: torch.Tensor  # [num_rows + 1] int32, row r's queries are q[cu_seqlens_q[r] : cu_seqlens_q[r + 1]]
     context_lens: torch.Tensor  # [num_rows] int32, computed and scheduled tokens: the keys each row's last query sees
     cu_seqlens_k: torch.Tensor  # [num_rows + 1] int32, running sum of context_lens
@@ -145,10 +141,8 @@ def attend_torch_varlen(q: torch.Tensor, kv_cache: torch.Tensor, metadata: Atten
     return varlen_attn(q, *kv_cache, *lens, window_size=window, enable_gqa=True, **pages)
 
 
-@dataclass(frozen=True, slots=True)
-class AttentionBackend:
+class AttentionBackend(NamedTuple):
     """A backend, its page sizes, and what its CUDA kernel needs; one without a `module` runs anywhere."""
-
     name: str
     attend: Attend
     block_size: int  # by default
@@ -161,8 +155,8 @@ class AttentionBackend:
 
     def check(self, device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int | None) -> None:
         """Raise ValueError unless it can run there."""
-        wanted = f"a multiple of {self.page_multiple}"
-        require(not (block_size or 0) % self.page_multiple, "block_size", wanted, block_size)
+        multiple = self.page_multiple
+        require(not (block_size or 0) % multiple, "block_size", f"a multiple of {multiple}", block_size)
         if self.module is None:
             return
         require(device.type == "cuda", "device", "a CUDA device", device.type)

@@ -59,8 +59,7 @@ class BlockManager:
 
     def block_table(self, request_id: str) -> list[int]:
         """The ids of the blocks that hold the request's tokens, in order; not to be changed."""
-        holding = self._held.get(request_id)
-        return holding.blocks if holding else []
+        return self._held[request_id].blocks if request_id in self._held else []
 
     def get_computed_blocks(self, request: Request) -> list[int]:
         """The longest run of blocks that already hold the request's first tokens, at most num_tokens - 1 of them: the
@@ -110,7 +109,10 @@ class BlockManager:
             for block in computed_blocks:
                 self._free.pop(block, None)
                 self._ref_counts[block] += 1
-            new_blocks = [self._take() for _ in range(cdiv(end, size) - num_held)]
+            new_blocks = [self._free.popitem(last=False)[0] for _ in range(cdiv(end, size) - num_held)]
+            for block in new_blocks:  # what it held can no longer be found
+                self._forget(block)
+                self._ref_counts[block] = 1
             holding.blocks = [*holding.blocks, *computed_blocks, *new_blocks]
             holding.num_registered += len(computed_blocks)
         if self.enable_prefix_caching:  # whatever is full can be found; equal blocks are not merged
@@ -139,13 +141,6 @@ class BlockManager:
             if self._ref_counts[block] == 0 and self._block_hash[block] is not None:
                 self._free.move_to_end(block)
 
-    def _take(self) -> int:
-        """Hand out the block at the front of the free queue; it can no longer be hit."""
-        block, _ = self._free.popitem(last=False)
-        self._forget(block)
-        self._ref_counts[block] = 1
-        return block
-
     def _forget(self, block: int) -> None:
         block_hash, self._block_hash[block] = self._block_hash[block], None
         if block_hash is not None:
@@ -169,8 +164,7 @@ class BlockManager:
             assert len(set(holding.blocks)) == len(holding.blocks), f"{request_id} holds a block twice"
             assert holding.num_registered <= min(len(holding.blocks), len(holding.hashes) or len(holding.blocks))
         held = Counter(block for holding in self._held.values() for block in holding.blocks)
-        counts = [held[block] for block in range(self.num_blocks)]
-        assert counts == self._ref_counts, "reference counts differ from the tables that hold the blocks"
+        assert self._ref_counts == [held[block] for block in range(self.num_blocks)], "counts differ from the tables"
         assert {*self._free} == {*range(self.num_blocks)} - {*held}, "the free queue is not what nobody holds"
         named = {(block_hash, block) for block_hash, blocks in self._cached.items() for block in blocks}
         assert named == {(h, block) for block, h in enumerate(self._block_hash) if h is not None}

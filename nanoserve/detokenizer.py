@@ -21,12 +21,11 @@ class Detokenizer:
     when it has ended: a broken byte makes the decoder replace all of the run, whole characters too.
     """
 
-    def __init__(self, tokenizer: Any, prompt_token_ids: list[int], stop: tuple[str, ...], skip_special_tokens: bool):
+    def __init__(self, tokenizer: Any, prompt_token_ids: list[int], stop: tuple[str, ...], skip: bool):
         self.text, self.num_read = "", 0  # ids taken: not those after the one that completed a stop string
         self._stop, self._tokenizer, self._ended = stop, tokenizer, False
-        options = {"skip_special_tokens": skip_special_tokens, "clean_up_tokenization_spaces": False}
-        self._decode = partial(tokenizer.decode, **options)
-        added = tokenizer.added_tokens_decoder.items() if skip_special_tokens else ()
+        self._decode = partial(tokenizer.decode, skip_special_tokens=skip, clean_up_tokenization_spaces=False)
+        added = tokenizer.added_tokens_decoder.items() if skip else ()
         self._skipped = {token_id for token_id, token in added if token.special}
         window: list[int] = []
         for token_id in reversed(prompt_token_ids):
@@ -48,9 +47,8 @@ class Detokenizer:
             self.num_read += 1
             if self._spell(token_id):
                 self._window.append(token_id)
-                stop = self._extend(finished=False) if self._stop else None
-            if stop:
-                break
+                if self._stop and (stop := self._extend(finished=False)):
+                    break
         if not (stop or self._ended) and (finished or not self._stop):
             stop = self._extend(finished)
         self._ended = self._ended or finished or stop is not None

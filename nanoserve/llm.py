@@ -104,9 +104,9 @@ class LLM:
         self._ids, self._counters = count(), Counter(dict.fromkeys(_COUNTERS, 0))
         self._lock = RLock()  # held by whoever changes requests or steps
         device = f"cpu with {torch.get_num_threads()} threads" if runner.device.type == "cpu" else runner.device
-        how = f"{device}, {runner.dtype}, attention {runner.backend.name}, async scheduling {runner.async_scheduling}"
-        cache = f"K/V cache of {runner.num_blocks} blocks x {runner.block_size} tokens = {num_slots} tokens"
-        print(f"nanoserve: {how}, {cache}, max_model_len {self.scheduler.max_model_len}", file=sys.stderr)
+        print(f"nanoserve: {device}, {runner.dtype}, attention {runner.backend.name}, async scheduling "
+              f"{runner.async_scheduling}, K/V cache of {runner.num_blocks} blocks x {runner.block_size} tokens = "
+              f"{num_slots} tokens, max_model_len {max_model_len}", file=sys.stderr)
 
     def generate(self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None, use_tqdm: bool = True,
                  priority: Sequence[int] | None = None) -> list[RequestOutput]:
@@ -192,13 +192,12 @@ class LLM:
         Prefix cache queries and hits are tokens, counted once per request, at its first admission. Of drafts there are
         the times that some were verified, their tokens, and those accepted.
         """
-        used = 1 - self.block_manager.num_free_blocks / self.block_manager.num_blocks
-        running, waiting = len(self.scheduler.running), len(self.scheduler.waiting)
-        now = {"kv_cache_usage": used, "num_requests_running": running, "num_requests_waiting": waiting}
-        drafts, accepted = self._counters["num_drafts"], self._counters["num_accepted_tokens"]
-        now["draft_acceptance_rate"] = accepted / max(1, self._counters["num_draft_tokens"])
-        now["mean_acceptance_length"] = 1 + accepted / max(1, drafts)  # tokens per verified draft
-        return {**self._counters, **now}
+        counters, accepted = self._counters, self._counters["num_accepted_tokens"]
+        return {**counters, "kv_cache_usage": 1 - self.block_manager.num_free_blocks / self.block_manager.num_blocks,
+                "num_requests_running": len(self.scheduler.running),
+                "num_requests_waiting": len(self.scheduler.waiting),
+                "draft_acceptance_rate": accepted / max(1, counters["num_draft_tokens"]),
+                "mean_acceptance_length": 1 + accepted / max(1, counters["num_drafts"])}  # tokens per verified draft
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
@@ -354,7 +353,7 @@ class LLM:
         require(isinstance(ids, list | tuple), "a prompt", "a str, a list of token ids or a dict with either", prompt)
         limit = self.config.hf_config.vocab_size
         wrong = [token_id for token_id in ids if type(token_id) is not int or not 0 <= token_id < limit]
-        require(not wrong, "token ids", f"in [0, {limit})", wrong)
+        require(not wrong, "the prompt's token ids", f"in [0, {limit})", wrong)
         return text, list(ids)
 
 

@@ -26,10 +26,9 @@ _SIZES = {"hidden_size": 1 << 20, "intermediate_size": 1 << 20, "num_hidden_laye
 
 def find_model(model: str) -> Path:
     """The folder of a model given as a folder, a hub id, or "demo". Raises ValueError if there is none."""
-    if model == "demo":
-        return Path(demo_model_path())
-    if Path(model).is_dir():
-        return Path(model)
+    folder = Path(demo_model_path() if model == "demo" else model)
+    if folder.is_dir():
+        return folder
     with blame(f"model {model!r} is not a folder, and the hub did not give it"):
         return Path(snapshot_download(model, allow_patterns=_PATTERNS))
 
@@ -72,10 +71,8 @@ def load_model(folder: Path, config: Any, attend: Attend, max_model_len: int, dt
         model.lm_head.weight = model.model.embed_tokens.weight
     generator = torch.Generator(device).manual_seed(0)
     for name, target in model.checkpoint_tensors():
-        if dummy:
-            target.data.normal_(0, 0.02, generator=generator)
-        else:
-            target.data.copy_(files[name].get_tensor(name))
+        noise = torch.randn(target.shape, generator=generator, device=device) * 0.02 if dummy else None
+        target.data.copy_(files[name].get_tensor(name) if noise is None else noise)
     model.rope_table = compute_rope_table(config, max_model_len, device)
     return model.eval().requires_grad_(False)
 

@@ -113,9 +113,9 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], kv_cache: Tensor, metadata: AttentionMetadata) -> Tensor:
         num_heads, num_kv_heads = self.heads
         qk, v = self.qkv_proj(x).view(len(x), -1, self.head_dim).split((num_heads + num_kv_heads, num_kv_heads), dim=1)
-        weight = None
-        if self.q_norm is not None and self.k_norm is not None:
-            weight = torch.cat((self.q_norm.weight.expand(num_heads, -1), self.k_norm.weight.expand(num_kv_heads, -1)))
+        norms = zip((self.q_norm, self.k_norm), self.heads, strict=True)
+        weights = [norm.weight.expand(count, -1) for norm, count in norms if norm is not None]
+        weight = torch.cat(weights) if weights else None
         q, k = self.ops.norm_and_rotate(qk, weight, self.eps, *rope).split(self.heads, dim=1)
         store_kv(k, v, kv_cache, metadata.slot_mapping)
         return self.o_proj(self.attend(q, kv_cache, metadata).flatten(1))

@@ -122,9 +122,9 @@ class ModelRunner:
     @torch.inference_mode()
     def capture_graphs(self, max_batch_size: int) -> None:
         """A CUDA graph for every decode-only step of up to max_batch_size requests."""
-        vocab_size, sizes = self.model.model.embed_tokens.num_embeddings, graph_sizes(max_batch_size)
-        logits = torch.empty(max_batch_size, vocab_size, dtype=self.dtype, device=self.device)
-        self.graphs = DecodeGraphs(sizes, partial(self._pack, []), partial(self._forward, ()), logits)
+        logits = torch.empty(max_batch_size, self.model.lm_head.out_features, dtype=self.dtype, device=self.device)
+        pack, run = partial(self._pack, []), partial(self._forward, ())
+        self.graphs = DecodeGraphs(graph_sizes(max_batch_size), pack, run, logits)
 
     def _forward(self, groups: tuple, buffer: Tensor, shape: StepShape) -> Tensor:
         """Write K/V of the step in `buffer`, and compute its logits [num_samples, vocab_size]."""

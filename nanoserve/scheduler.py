@@ -39,6 +39,8 @@ class Scheduler:
     """vLLM V1's Scheduler: two queues and a token budget. A policy is one sort key, of arrival ("fcfs") or of
     (priority, arrival_time): the smallest waiting request is admitted first, the largest running one preempted first.
     """
+    admits_while_running = True
+
     def __init__(self, block_manager: BlockManager, *, max_num_seqs: int, max_num_batched_tokens: int,
                  max_model_len: int, policy: str = "fcfs", long_prefill_token_threshold: int = 0,
                  eos_token_ids: Collection[int] = frozenset()):
@@ -104,7 +106,7 @@ class Scheduler:
                 break
             shares[request] = num_new
             budget -= num_new
-        max_running = self._max_running()
+        max_running = self.max_num_seqs if self.admits_while_running or not self.running else 0
         while not preempted and budget > 0 and self.waiting and len(self.running) < max_running:
             request = self.waiting[0]
             hits = self.block_manager.get_computed_blocks(request)
@@ -119,9 +121,6 @@ class Scheduler:
             shares[request] = num_new
             budget -= num_new
         return self._output(shares)
-
-    def _max_running(self) -> int:  # once this step has admitted
-        return self.max_num_seqs
 
     def _num_known(self, request: Request) -> int:
         return request.num_tokens_with_spec
@@ -251,6 +250,4 @@ class Scheduler:
 
 class StaticBatchScheduler(Scheduler):
     """The baseline of chapter 2.2, sections 2 and 3: a batch closes once it runs, the next starts when it has ended."""
-
-    def _max_running(self) -> int:
-        return 0 if self.running else self.max_num_seqs
+    admits_while_running = False

@@ -22,7 +22,7 @@ from nanoserve.model import CausalLM
 from nanoserve.model_runner import ModelRunner
 from nanoserve.request import RequestMetrics
 from nanoserve.scheduler import StaticBatchScheduler
-from nanoserve.timeline import Timeline
+from timeline import Timeline
 
 
 @pytest.fixture

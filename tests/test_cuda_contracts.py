@@ -8,7 +8,6 @@ run, over every mix of rows. What a stand-in cannot know, tests/test_gpu.py asks
 import inspect
 import sys
 import types
-from dataclasses import replace
 
 import pytest
 import torch
@@ -171,7 +170,7 @@ def test_a_kernel_is_called_by_its_contract(name, mix, block_size, stand_ins):
     q, cache, metadata, (k, v), dense = make_case(rows, block_size)
     q, cache, k, v = (tensor.bfloat16() for tensor in (q, cache, k, v))
     store_kv(k, v, cache, metadata.slot_mapping)
-    metadata = replace(metadata, row_groups=())  # the kernels get no plan
+    metadata = metadata._replace(row_groups=())  # the kernels get no plan
     out = KERNELS[name].attend(q, cache, metadata)
     expected = dense_attention(q.float(), rows, [(k.bfloat16().float(), v.bfloat16().float()) for k, v in dense])
     assert out.shape == q.shape and out.dtype == q.dtype
@@ -210,7 +209,7 @@ def test_the_stand_ins_refuse_what_the_kernels_refuse(name, broken, stand_ins):
     KERNELS[name].attend(q, cache, metadata)
     wrong = {field: change(getattr(metadata, field)) for field, change in broken.items()}
     with pytest.raises(AssertionError):
-        KERNELS[name].attend(q, cache, replace(metadata, **wrong))
+        KERNELS[name].attend(q, cache, metadata._replace(**wrong))
     for wrong_q, wrong_cache in ((q.float(), cache.float()), (q, cache[:, :, :100])):
         if name != "flash_attn_3" or wrong_q is not q:  # which takes any page size
             with pytest.raises(AssertionError):

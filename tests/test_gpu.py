@@ -6,7 +6,6 @@ part where two tokens are about equally likely, and nowhere else.
 """
 
 import random
-from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -19,7 +18,7 @@ from tiny_models import make_model_of_nothing, make_tokenizer
 from transformers import Qwen3Config
 
 from nanoserve import LLM, SamplingParams, model
-from nanoserve.attention import BACKENDS, attend_torch, store_kv
+from nanoserve.attention import BACKENDS, AttentionMetadata, attend_torch, store_kv
 from nanoserve.config import EngineConfig
 from nanoserve.loader import load_config
 from nanoserve.model_runner import ModelRunner
@@ -52,9 +51,8 @@ def kernel(request):
 
 
 def on_device(metadata):
-    moved = {f.name: getattr(metadata, f.name) for f in fields(metadata) if f.name != "row_groups"}
-    moved = {name: value.to(DEVICE) if isinstance(value, torch.Tensor) else value for name, value in moved.items()}
-    return replace(metadata, **moved, row_groups=())
+    moved = [value.to(DEVICE) if isinstance(value, torch.Tensor) else value for value in metadata]
+    return AttentionMetadata(*moved)._replace(row_groups=())
 
 
 def generate(llm, prompts, params=GREEDY):
@@ -82,8 +80,8 @@ def test_a_kernel_computes_what_plain_pytorch_does(kernel, mix, heads, dtype):
         q, cache, metadata, (k, v), _ = make_case(rows, block_size, num_heads, num_kv_heads, head_dim)
         q, cache, k, v = (tensor.to(dtype) for tensor in (q, cache, k, v))
         store_kv(k, v, cache, metadata.slot_mapping)
-        groups = [replace(group, bias=group.bias.float()) for group in metadata.row_groups]
-        expected = attend_torch(q.float(), cache.float(), replace(metadata, row_groups=tuple(groups)))
+        groups = [group._replace(bias=group.bias.float()) for group in metadata.row_groups]
+        expected = attend_torch(q.float(), cache.float(), metadata._replace(row_groups=tuple(groups)))
         out = kernel.attend(q.to(DEVICE), cache.to(DEVICE), on_device(metadata))
         assert out.shape == q.shape and out.dtype == dtype
         assert (out.cpu().float() - expected).abs().max() < (0.03 if dtype == torch.bfloat16 else 0.005)
@@ -100,8 +98,7 @@ def test_a_rows_attention_does_not_depend_on_the_other_rows(kernel):
     for row in range(len(rows)):
         one = torch.arange(2, dtype=torch.int32, device=DEVICE)
         lens = metadata.context_lens[row : row + 1]
-        alone = replace(
-            metadata,
+        alone = metadata._replace(
             cu_seqlens_q=one,
             context_lens=lens,
             cu_seqlens_k=one * lens,

@@ -5,7 +5,7 @@ from helpers_scheduler import make_request, make_scheduler, step
 
 from nanoserve.request import SamplingParams
 from nanoserve.scheduler import ScheduledRequest, Scheduler, SchedulerOutput, StaticBatchScheduler
-from nanoserve.timeline import Cell, Timeline
+from timeline import Cell, Timeline
 
 LETTERS = {
     Cell.PREFILL: "P", Cell.DECODE: "D", Cell.IDLE: "i", Cell.STALLED: "s", Cell.WAITING: "w", Cell.PREEMPTED: "x",
