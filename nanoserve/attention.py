@@ -184,9 +184,8 @@ BACKENDS = (  # best first
 def select_backend(name: str, block_size: int | None, device: torch.device, dtype: torch.dtype,
                    head_dim: int) -> AttentionBackend:
     """The named backend, or for "auto" the best that can run. Raises ValueError saying why one cannot."""
-    for backend in BACKENDS:
-        if name in ("auto", backend.name):
-            with suppress(ValueError) if name == "auto" else blame(f"attention_backend={name!r} cannot run"):
-                backend.check(device, dtype, head_dim, block_size)
-                return backend
+    for backend in [backend for backend in BACKENDS if name in ("auto", backend.name)]:
+        with suppress(ValueError) if name == "auto" else blame(f"attention_backend={name!r} cannot run"):
+            backend.check(device, dtype, head_dim, block_size)
+            return backend
     raise ValueError(f"attention_backend must be auto, {', '.join(b.name for b in BACKENDS)}, got {name!r}")

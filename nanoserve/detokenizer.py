@@ -27,12 +27,11 @@ class Detokenizer:
         self._decode = partial(tokenizer.decode, skip_special_tokens=skip, clean_up_tokenization_spaces=False)
         added = tokenizer.added_tokens_decoder.items() if skip else ()
         self._skipped = {token_id for token_id, token in added if token.special}
-        window: list[int] = []
-        for token_id in reversed(prompt_token_ids):
-            if len(window) >= CONTEXT and not BYTE_TOKEN.fullmatch(self._spell(window[-1]) or ""):
+        self._window: list[int] = []
+        for token_id in filter(self._spell, reversed(prompt_token_ids)):
+            self._window.insert(0, token_id)
+            if len(self._window) >= CONTEXT and not BYTE_TOKEN.fullmatch(self._spell(token_id) or ""):
                 break
-            window += [token_id] if self._spell(token_id) else []
-        self._window = window[::-1]
         self._known = self._decode(self._window)  # the part of the window's text that is the prompt's or in `text`
 
     def append(self, token_ids: list[int], finished: bool) -> str | None:

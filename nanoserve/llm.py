@@ -23,7 +23,7 @@ from nanoserve.block_manager import BlockManager
 from nanoserve.config import EngineConfig
 from nanoserve.detokenizer import Detokenizer
 from nanoserve.loader import find_model, load_config, load_tokenizer
-from nanoserve.model_runner import ModelRunner, TokenLogprobs
+from nanoserve.model_runner import ModelRunner
 from nanoserve.ngram import NgramProposer
 from nanoserve.request import (CompletionOutput, Logprob, Request, RequestMetrics, RequestOutput, RequestStatus,
                                SamplingParams, blame, check_options, require, show)
@@ -78,7 +78,9 @@ class LLM:
     """
 
     def __init__(self, model: str, **options: Any):
-        config = EngineConfig.from_options(model, options)
+        known = EngineConfig.__dataclass_fields__.keys() - {"model", "hf_config", "vocab_size"}
+        require(options.keys() <= known, "options", f"among {', '.join(sorted(known))}", sorted(options.keys() - known))
+        config = EngineConfig(model=model, **options)
         with blame("speculative_config"):
             drafts = config.speculative_config
             self.drafter = None if drafts is None else NgramProposer(**drafts)
@@ -103,10 +105,9 @@ class LLM:
         self._news: dict[_RequestState, None] = {}  # what step() has not returned yet
         self._ids, self._counters = count(), Counter(dict.fromkeys(_COUNTERS, 0))
         self._lock = RLock()  # held by whoever changes requests or steps
-        device = f"cpu with {torch.get_num_threads()} threads" if runner.device.type == "cpu" else runner.device
-        print(f"nanoserve: {device}, {runner.dtype}, attention {runner.backend.name}, async scheduling "
-              f"{runner.async_scheduling}, K/V cache of {runner.num_blocks} blocks x {runner.block_size} tokens = "
-              f"{num_slots} tokens, max_model_len {max_model_len}", file=sys.stderr)
+        print(f"nanoserve: {runner.device}, {torch.get_num_threads()} threads, {runner.dtype}, attention "
+              f"{runner.backend.name}, async scheduling {runner.async_scheduling}, K/V cache {runner.num_blocks} "
+              f"blocks x {runner.block_size} = {num_slots} tokens, max_model_len {max_model_len}", file=sys.stderr)
 
     def generate(self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None, use_tqdm: bool = True,
                  priority: Sequence[int] | None = None) -> list[RequestOutput]:
@@ -129,8 +130,7 @@ class LLM:
     def generate_stream(self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None,
                         priority: Sequence[int] | None = None) -> Iterator[RequestOutput]:
         """As `generate`, but each RequestOutput as it grows; closing the iterator aborts what is unfinished."""
-        states = self._make_states(prompts, sampling_params, priority)
-        return self._run(states, _RequestState.output)
+        return self._run(self._make_states(prompts, sampling_params, priority), _RequestState.output)
 
     def chat(self, messages: Sequence, sampling_params: Params = None, use_tqdm: bool = True,
              add_generation_prompt: bool = True, chat_template_kwargs: dict[str, Any] | None = None,
@@ -207,8 +207,8 @@ class LLM:
                 yield
             except BaseException as error:
                 running = ", ".join(request.request_id for request in self.scheduler.running)
-                note = f"nanoserve: a step failed; its requests wait to be computed again: {running}"
-                getattr(error, "add_note", print)(note)  # Python 3.10 has no notes
+                add_note = getattr(error, "add_note", print)  # Python 3.10 has no notes
+                add_note(f"nanoserve: a step failed; its requests wait to be computed again: {running}")
                 self._in_flight.clear()
                 self.runner.reset()
                 self.scheduler.requeue_running()
@@ -235,8 +235,7 @@ class LLM:
         for i, (state, share) in enumerate(zip(states, output.scheduled, strict=True)):
             self._count(state, share, result.sampled_token_ids[i], begin)
             if result.logprobs[i]:
-                num_before = state.request.num_tokens - state.request.num_prompt_tokens
-                state.logprobs[num_before:] = map(self._logprobs, result.logprobs[i])
+                state.logprobs[len(state.request.output_token_ids) :] = map(self._logprobs, result.logprobs[i])
         self.scheduler.update_from_output(output, result.sampled_token_ids)
         for state in states:
             self._read(state, end)
@@ -284,7 +283,7 @@ class LLM:
             if request.status is RequestStatus.FINISHED_ERROR:
                 print(f"nanoserve: request {request.request_id} failed: its logits are not finite", file=sys.stderr)
 
-    def _logprobs(self, token: TokenLogprobs) -> dict[int, Logprob]:
+    def _logprobs(self, token: tuple) -> dict[int, Logprob]:
         ids, values, rank = token
         entries = zip(ids, values, [rank, *range(1, len(ids))], strict=True)
         return {i: Logprob(value, rank, self.tokenizer.decode([i])) for i, value, rank in entries}
@@ -307,7 +306,7 @@ class LLM:
                             left.discard(state)
                     yield seen
         finally:
-            names = [state.request.request_id for state in left if not state.finished]
+            names = [name for state in left if self._states.get(name := state.request.request_id) is state]
             try:
                 self.abort_request(names)
             except BaseException:  # a second Ctrl-C
@@ -315,6 +314,7 @@ class LLM:
                 raise
 
     def _add(self, state: _RequestState) -> None:
+        self.scheduler.check_request(state.request)  # again: others may have come since it was made
         with self._turn():
             self._states[state.request.request_id] = state
             self.scheduler.add_request(state.request)
@@ -323,8 +323,7 @@ class LLM:
         """One state a prompt; all are checked before the first is queued."""
         if not isinstance(prompts, list | tuple) or (prompts and isinstance(prompts[0], int)):
             prompts = [prompts]
-        by_priority = self.config.scheduling_policy == "priority"
-        require(by_priority or priority is None, "priority", "None where scheduling_policy is 'fcfs'", priority)
+        require(priority is None or self.scheduler.policy == "priority", "priority", "None under fcfs", priority)
         params = _one_each("sampling_params", SamplingParams() if params is None else params, len(prompts))
         priority = _one_each("priority", 0 if priority is None else priority, len(prompts))
         ids = (str(i) for i in self._ids if str(i) not in self.scheduler.requests)

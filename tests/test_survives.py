@@ -520,7 +520,7 @@ def make_call(rng, llm) -> tuple[str, Callable, tuple]:
         names = (*OPTION_NAMES, "nonsense") if rng.random() < 0.1 else OPTION_NAMES
         given = {rng.choice(names): rng.choice(ODD) for _ in range(rng.choice((1, 1, 2)))}
         model = choose(rng, ["demo"], 0.8)
-        return kind, lambda: EngineConfig.from_options(model, given), (model, given)
+        return kind, lambda: EngineConfig(model=model, **given), (model, given)
     if kind == "drafts":
         names = ("method", "num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min", "nonsense")
         drafts = {rng.choice(names): choose(rng, [1, 2, 3], 0.4) for _ in range(3)}
