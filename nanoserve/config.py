@@ -40,7 +40,6 @@ class EngineConfig:
         if type(self.dtype).__name__ == "dtype":  # torch's, by its name
             object.__setattr__(self, "dtype", str(self.dtype).removeprefix("torch."))
         check_options(self)
-        require(self.model != "", "model", "a folder, a hub id or 'demo'", self.model)
         require(not (self.async_scheduling and self.speculative_config), "async_scheduling", "off with drafts", True)
 
     def for_model(self, hf_config: Any, vocab_size: int) -> "EngineConfig":

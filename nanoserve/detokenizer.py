@@ -22,7 +22,8 @@ class Detokenizer:
     """
 
     def __init__(self, tokenizer: Any, prompt_token_ids: list[int], stop: tuple[str, ...], skip: bool):
-        self.text, self.num_read = "", 0  # ids taken: not those after the one that completed a stop string
+        # Ids taken, the prompt's included, and not those after the one that completed a stop string.
+        self.text, self.num_read = "", len(prompt_token_ids)
         self._stop, self._tokenizer, self._ended = stop, tokenizer, False
         self._decode = partial(tokenizer.decode, skip_special_tokens=skip, clean_up_tokenization_spaces=False)
         added = tokenizer.added_tokens_decoder.items() if skip else ()

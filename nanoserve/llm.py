@@ -54,10 +54,9 @@ class _RequestState:
 
     def read(self) -> str | None:
         """Turn the tokens that came into text. Returns the stop string that ends it, if one does."""
-        begin = self.request.num_prompt_tokens + self.detokenizer.num_read
         # An id that ended the output is no part of the text.
         end = self.request.num_tokens - (self.request.status is RequestStatus.FINISHED_STOPPED)
-        return self.detokenizer.append(self.request.token_ids[begin:end], self.finished)
+        return self.detokenizer.append(self.request.token_ids[self.detokenizer.num_read : end], self.finished)
 
     def output(self) -> RequestOutput:
         self.read()
@@ -271,8 +270,7 @@ class LLM:
         if not has_more or self._states.get(request.request_id) is not state:  # nor if it ended before this step did
             return
         if request.sampling_params.stop and (stop := state.read()) is not None:
-            end = request.num_prompt_tokens + state.detokenizer.num_read
-            self.scheduler.finish_request(request, RequestStatus.FINISHED_STOPPED, stop, end)
+            self.scheduler.finish_request(request, RequestStatus.FINISHED_STOPPED, state.detokenizer.num_read, stop)
         self._counters["generation_tokens"] += request.num_tokens - state.num_seen
         state.num_seen = request.num_tokens
         state.news[state] = None
@@ -343,7 +341,8 @@ class LLM:
 
     def _tokenize(self, prompt: Any) -> tuple[str | None, list[int]]:
         """Text and ids of a prompt. Raises ValueError for what is no prompt, and for ids the model does not have."""
-        text, ids = None, prompt
+        text: Any = None
+        ids: Any = prompt
         if isinstance(prompt, dict):
             text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids", prompt.get("prompt"))
         if isinstance(ids, str):

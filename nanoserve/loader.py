@@ -27,7 +27,7 @@ _SIZES = {"hidden_size": 1 << 20, "intermediate_size": 1 << 20, "num_hidden_laye
 def find_model(model: str) -> Path:
     """The folder of a model given as a folder, a hub id, or "demo". Raises ValueError if there is none."""
     folder = Path(demo_model_path() if model == "demo" else model)
-    if folder.is_dir():
+    if model and folder.is_dir():
         return folder
     with blame(f"model {model!r} is not a folder, and the hub did not give it"):
         return Path(snapshot_download(model, allow_patterns=_PATTERNS))

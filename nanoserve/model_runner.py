@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import chain, takewhile
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -44,15 +44,14 @@ class ModelRunner:
     """
 
     def __init__(self, config: EngineConfig, folder: Path):
-        hf_config = config.hf_config
         self.device, self.dtype = _choose_device_and_dtype(config)
-        head_dim, num_kv_heads = get_head_dim(hf_config), hf_config.num_key_value_heads
+        head_dim, num_kv_heads = get_head_dim(config.hf_config), config.hf_config.num_key_value_heads
         self.backend = select_backend(config.attention_backend, config.block_size, self.device, self.dtype, head_dim)
         self.block_size = config.block_size or self.backend.block_size
         self.max_model_len, self.vocab_size = config.max_model_len or 0, config.vocab_size
         attend, dummy = self.backend.attend, config.load_format == "dummy"
-        self.model = load_model(folder, hf_config, attend, self.max_model_len, self.dtype, self.device, dummy)
-        self.num_layers, self.block_shape = hf_config.num_hidden_layers, (self.block_size, num_kv_heads, head_dim)
+        self.model = load_model(folder, config.hf_config, attend, self.max_model_len, self.dtype, self.device, dummy)
+        self.num_layers, self.block_shape = len(self.model.model.layers), (self.block_size, num_kv_heads, head_dim)
         self.block_bytes = 2 * self.num_layers * int(np.prod(self.block_shape)) * self.dtype.itemsize
         is_cuda = self.device.type == "cuda"
         by_default = is_cuda and config.speculative_config is None
@@ -163,7 +162,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _compute(self, packed: Tensor, shape: StepShape, asked: np.ndarray, positions: np.ndarray, groups: tuple,
-                 fresh: list[int], graphs: DecodeGraphs | None) -> tuple[list[Tensor], torch.cuda.Event | None]:
+                 fresh: list[int], graphs: DecodeGraphs | None) -> tuple[list[Tensor], Any]:
         """Give the device its work: the step's sampled ids and logprobs in host memory once the event has come."""
         if fresh and self.backend.attend is attend_torch:  # it reads blocks to their end: masked, but 0 * NaN is NaN
             for cache in self.kv_caches:
@@ -254,12 +253,10 @@ def _result(scheduled: list[ScheduledRequest], wait: Callable[[], tuple]) -> Mod
 
 
 def _choose_device_and_dtype(config: EngineConfig) -> tuple[torch.device, torch.dtype]:
-    dtype = config.dtype
     with blame(f"device={config.device!r}, but PyTorch {torch.__version__} does not have it"):
         device = torch.device(config.device or ("cuda" if torch.cuda.is_available() else "cpu"))
         if device.type == "cuda":
             torch.cuda.set_device(device.index or 0)
             torch.cuda.empty_cache()  # what an engine before this one left
-    if dtype == "auto":
-        dtype = "float32" if device.type == "cpu" else str(config.hf_config.dtype or "float32").removeprefix("torch.")
-    return device, getattr(torch, dtype)
+    auto = "float32" if device.type == "cpu" else str(config.hf_config.dtype or "float32").removeprefix("torch.")
+    return device, getattr(torch, auto if config.dtype == "auto" else config.dtype)

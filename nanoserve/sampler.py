@@ -76,7 +76,7 @@ def _keep_likeliest(logits: torch.Tensor, width: int, top_k: torch.Tensor, top_p
     if width < logits.shape[1]:
         ordered = logits.topk(width).values
         logits.masked_fill_(logits < ordered.gather(1, top_k - 1), -torch.inf)
-    elif logits.device.type == "cpu":  # NumPy sorts bare values some ten times as fast
+    elif logits.device.type == "cpu":  # NumPy sorts bare values in a half to a third of the time
         ordered = torch.from_numpy(np.sort(logits.neg().numpy())).neg_()
     else:
         ordered = logits.sort(descending=True).values

@@ -177,7 +177,7 @@ class Scheduler:
         >>> scheduler.update_from_output(scheduler.schedule(), [[6]])[0].output_token_ids
         [5, 6]
         """
-        finished, (_, requests) = [], self._in_flight[output.step]
+        finished, (_, requests) = [], self._in_flight.pop(output.step)
         for share, request, token_ids in zip(output.scheduled, requests, sampled_token_ids, strict=True):
             if request.status is not RequestStatus.RUNNING:
                 continue
@@ -191,7 +191,6 @@ class Scheduler:
                     break
         if finished:
             self.running = [request for request in self.running if not request.status.is_finished]
-        del self._in_flight[output.step]
         return finished
 
     def _check_stop(self, request: Request, token_id: int) -> bool:
@@ -219,11 +218,10 @@ class Scheduler:
             if (request := self.requests.get(request_id)) and request.status is RequestStatus.RUNNING:
                 request.spec_token_ids = list(token_ids)
 
-    def finish_request(self, request: Request, status: RequestStatus, stop_reason: int | str | None = None,
-                       num_tokens: int | None = None) -> None:
+    def finish_request(self, request: Request, status: RequestStatus, num_tokens: int, stop: str | None = None) -> None:
         """End a request from outside: its caller left, or its first `num_tokens` tokens came to a stop string."""
-        before, request.status, request.stop_reason = request.status, status, stop_reason
-        del request.token_ids[request.num_tokens if num_tokens is None else num_tokens :]
+        before, request.status, request.stop_reason = request.status, status, stop
+        del request.token_ids[num_tokens:]
         if not before.is_finished:  # it may be, by the length that the last token of its stop string reached
             (self.running if before is RequestStatus.RUNNING else self.waiting).remove(request)
             self._finish(request)
@@ -231,7 +229,8 @@ class Scheduler:
     def abort_request(self, request_id: str) -> None:
         """Drop a request and its blocks; no-op for an id that is not live. Tokens still on their way are ignored."""
         if request_id in self.requests:
-            self.finish_request(self.requests[request_id], RequestStatus.FINISHED_ABORTED)
+            request = self.requests[request_id]
+            self.finish_request(request, RequestStatus.FINISHED_ABORTED, request.num_tokens)
 
     def requeue_running(self) -> None:
         """A step failed or was interrupted, wherever that was: all that ran wait again, and no K/V is relied on."""

@@ -164,7 +164,7 @@ class AsyncShadowRun(ShadowRun):
             stop = self.stop_texts.get(request)
             if stop and request.output_token_ids[-2:] == stop:
                 if request.status in (RequestStatus.RUNNING, RequestStatus.FINISHED_LENGTH_CAPPED):
-                    self.scheduler.finish_request(request, RequestStatus.FINISHED_STOPPED, "text", request.num_tokens)
+                    self.scheduler.finish_request(request, RequestStatus.FINISHED_STOPPED, request.num_tokens, "text")
 
     def check_output(self, request: Request) -> None:
         """Against the synchronous scheduler, which has this request only."""
