@@ -17,11 +17,9 @@ from nanoserve.scheduler import Scheduler
 
 
 class AsyncScheduler(Scheduler):
-    """A Scheduler that may be asked for one more step before update_from_output has seen the last one.
-
-    A token sampled for a request that was preempted meanwhile is dropped and sampled again: its K/V is gone anyway.
+    """A Scheduler that may be asked for one more step before update_from_output has seen the last one. A token sampled
+    for a request that was preempted meanwhile is dropped and sampled again: its K/V is gone anyway.
     """
-
     def _num_known(self, request: Request) -> int:
         """With the tokens being sampled, but for the request's last, which is never computed."""
         return min(request.num_tokens + request.num_output_placeholders, request.max_num_tokens - 1)

@@ -50,9 +50,8 @@ def store_kv(k: torch.Tensor, v: torch.Tensor, kv_cache: torch.Tensor, slot_mapp
 
 
 def attend_torch(q: torch.Tensor, kv_cache: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
-    """Plain PyTorch, on any device and with any block size: gather a group's blocks, then one dense attention.
-
-    Here the last of three tokens, in blocks 2 and 0 of a cache with two tokens to a block, sees three equal keys:
+    """Plain PyTorch, on any device and with any block size: gather a group's blocks, then one dense attention. Here the
+    last of three tokens, in blocks 2 and 0 of a cache with two tokens to a block, sees three equal keys:
 
     >>> one_head = lambda *numbers: torch.tensor(numbers).view(-1, 1, 1)
     >>> cache, slots = torch.zeros(2, 3, 2, 1, 1), torch.tensor([4, 5, 0])
@@ -105,10 +104,9 @@ def group_rows(cu_seqlens_q: np.ndarray, context_lens: np.ndarray, block_table: 
 
 
 def attend_flash_attn_3(q: torch.Tensor, kv_cache: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
-    """FlashAttention 3, for Hopper (module flash_attn_interface): one call for any mix, pages of any size.
-
-    Here and below, causal=True lines up the last query with the last key, so a chunk sees its whole past. num_splits=1
-    keeps a kernel from cutting contexts up by what else is in the batch: a row's result is its own.
+    """FlashAttention 3, for Hopper (module flash_attn_interface): one call for any mix, pages of any size. Here and
+    below, causal=True lines up the last query with the last key, so a chunk sees its whole past. num_splits=1 keeps a
+    kernel from cutting contexts up by what else is in the batch: a row's result is its own.
     """
     from flash_attn_interface import flash_attn_with_kvcache
 

@@ -33,11 +33,10 @@ class _Holding:
 
 class BlockManager:
     """Block tables, reference counts, the prefix cache and the free queue (vLLM v1/core/kv_cache_manager.py and
-    block_pool.py). Every block can be used: there is no null block.
-
-    The one deliberate difference from vLLM 0.32.0: full blocks become findable when they are allocated, before the
-    step that writes them has run, so that equal prompts share within one step. vLLM leaves them findable when that
-    step is then taken back. `free` here forgets the hash of every block beyond what was computed.
+    block_pool.py). Every block can be used: there is no null block. The one deliberate difference from vLLM 0.32.0:
+    full blocks become findable when they are allocated, before the step that writes them has run, so that equal prompts
+    share within one step. vLLM leaves them findable when that step is then taken back. `free` here forgets the hash of
+    every block beyond what was computed.
     """
     def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True):
         require(min(num_blocks, block_size) > 0, "num_blocks and block_size", "at least 1", (num_blocks, block_size))

@@ -14,7 +14,6 @@ MAX = 2**63 - 1
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """Options with vLLM's names and meanings (vLLM engine/arg_utils.py); `device` and `attention_backend` are ours."""
-
     model: str  # a local folder, a hub id, or "demo"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # the checkpoint's on CUDA, float32 on a CPU
     max_model_len: Annotated[int | None, 2, MAX] = None  # prompt and output together; None: the model's own limit

@@ -15,7 +15,6 @@ from tqdm import tqdm
 
 class StepShape(NamedTuple):
     """What a CUDA graph fixes of a step: all but the contents of its tensors."""
-
     num_tokens: int
     num_rows: int
     num_samples: int  # rows of logits
@@ -29,10 +28,9 @@ class StepShape(NamedTuple):
         return 8 * self.num_tokens + self.num_rows * (3 + self.max_blocks) + 2
 
     def views(self, buffer: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The step's integers as views of one int32 buffer, so that one copy brings them all to the device.
-
-        input_ids, positions, slot_mapping, sample_rows [num_tokens] int64, of the last num_samples count; cu_seqlens_q
-        and cu_seqlens_k [num_rows + 1], context_lens [num_rows], block_table [num_rows, max_blocks] int32.
+        """The step's integers as views of one int32 buffer, so that one copy brings them all to the device. input_ids,
+        positions, slot_mapping, sample_rows [num_tokens] int64, of the last num_samples count; cu_seqlens_q and
+        cu_seqlens_k [num_rows + 1], context_lens [num_rows], block_table [num_rows, max_blocks] int32.
         """
         rows = self.num_rows
         sizes = (8 * self.num_tokens, rows + 1, rows + 1, rows, rows * self.max_blocks)
@@ -50,9 +48,8 @@ def graph_sizes(max_batch_size: int) -> list[int]:
 
 
 def capture(run: Callable[[], object], pool: Any) -> torch.cuda.CUDAGraph:
-    """The graph of what `run` does, with its memory in `pool`, another graph's, or None for a new one.
-
-    `run` is called once before: what a kernel compiles, tunes or allocates the first time has no place in a graph.
+    """The graph of what `run` does, with its memory in `pool`, another graph's, or None for a new one. `run` is called
+    once before: what a kernel compiles, tunes or allocates the first time has no place in a graph.
     """
     run()
     torch.cuda.synchronize()
@@ -63,12 +60,10 @@ def capture(run: Callable[[], object], pool: Any) -> torch.cuda.CUDAGraph:
 
 
 class DecodeGraphs:
-    """A graph for each size, over one input buffer, one output buffer and one pool of memory.
-
-    `pack(size)` returns a step of `size` rows of padding, its integers in host memory and its StepShape first.
-    `run(buffer, shape)` computes the step in the device's buffer: logits [size, vocab_size].
+    """A graph for each size, over one input buffer, one output buffer and one pool of memory. `pack(size)` returns a
+    step of `size` rows of padding, its integers in host memory and its StepShape first. `run(buffer, shape)` computes
+    the step in the device's buffer: logits [size, vocab_size].
     """
-
     def __init__(self, sizes: list[int], pack: Callable[[int], tuple], run: Callable, logits: torch.Tensor):
         self.sizes, self.logits = sizes, logits
         self.buffer = pack(sizes[-1])[0].to(logits.device)

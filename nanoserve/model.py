@@ -79,11 +79,9 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
 
 class Linear(nn.Linear):
     """The checkpoint's linears over the same input as one matrix product; `parts` names them and sizes their outputs.
-
     `pack` lays a float32 weight out for oneDNN on a CPU, where MKL reads it as it comes: the results differ in the last
     bits only, and from about 4 rows on it is the faster one.
     """
-
     def __init__(self, in_features: int, parts: dict[str, int], bias: bool = False):
         super().__init__(in_features, sum(parts.values()), bias)
         self.parts, self.packed = parts, None
@@ -151,7 +149,6 @@ class Decoder(nn.Module):
 
 class CausalLM(nn.Module):
     """The whole model. Built on the meta device by the loader, which then fills each parameter once."""
-
     def __init__(self, config: Any, attend: Attend):
         super().__init__()
         functions = (add_rms_norm, norm_and_rotate, silu_and_mul)  # what lies between the matrix products

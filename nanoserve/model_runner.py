@@ -31,18 +31,15 @@ GiB = 1 << 30
 
 class ModelRunnerOutput(NamedTuple):
     """What a step produced, one entry per scheduled request, in scheduling order."""
-
     sampled_token_ids: list[list[int]]  # [] for an unfinished prompt
     logprobs: list[list[tuple]]  # as sampled_token_ids, [] where nobody asked: ids, logprobs, rank of the first id
 
 
 class ModelRunner:
-    """Holds the weights, the K/V caches and the rows' block tables (vLLM v1/worker/gpu_model_runner.py).
-
-    Raises ValueError where the model, the device and the options do not go together. `num_blocks` is what fits; the
-    caches hold one block more, which is nobody's: rows of padding write there.
+    """Holds the weights, the K/V caches and the rows' block tables (vLLM v1/worker/gpu_model_runner.py). Raises
+    ValueError where the model, the device and the options do not go together. `num_blocks` is what fits; the caches
+    hold one block more, which is nobody's: rows of padding write there.
     """
-
     def __init__(self, config: EngineConfig, folder: Path):
         self.device, self.dtype = _choose_device_and_dtype(config)
         head_dim, num_kv_heads = get_head_dim(config.hf_config), config.hf_config.num_key_value_heads
@@ -151,9 +148,8 @@ class ModelRunner:
         return partial(_result, scheduled, lambda: done)
 
     def reset(self) -> None:
-        """Forget the rows, once no step runs: whoever still runs comes back as a new request.
-
-        A CPU's worker is waited for; what a GPU has still to do comes before whatever it is given next.
+        """Forget the rows, once no step runs: whoever still runs comes back as a new request. A CPU's worker is waited
+        for; what a GPU has still to do comes before whatever it is given next.
         """
         if self._worker:
             self._worker.submit(int).result()
@@ -198,7 +194,6 @@ class ModelRunner:
 
     def _pack(self, scheduled: list[ScheduledRequest], graph_size: int) -> tuple:
         """A step's integers in host memory, as the graph of that size has them or, if it is 0, as long as they are.
-
         Returns them, their StepShape, row of the table and position of each token to sample, and attend_torch's groups.
         A share that reaches its end samples one token, and one more for each draft. A row of padding is one token that
         attends to itself, in the dummy block.

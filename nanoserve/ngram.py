@@ -10,12 +10,10 @@ from nanoserve.request import require, require_number
 
 
 class NgramProposer:
-    """The tokens after the first earlier occurrence of the longest suffix of prompt_lookup_min to _max tokens.
-
-    Each request has an index from its n-grams to where they first ended, so a new token costs the same at any length.
-    Raises ValueError for impossible options.
+    """The tokens after the first earlier occurrence of the longest suffix of prompt_lookup_min to _max tokens. Each
+    request has an index from its n-grams to where they first ended, so a new token costs the same at any length. Raises
+    ValueError for impossible options.
     """
-
     def __init__(self, method: str = "ngram", num_speculative_tokens: int = 0,
                  prompt_lookup_max: int | None = None, prompt_lookup_min: int | None = None):
         require(method == "ngram", "speculative_config's method", "'ngram'", method)

@@ -70,10 +70,8 @@ def blame(what: str) -> Iterator[None]:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How to choose a request's tokens and when to stop. Names, meanings and defaults are vLLM's (sampling_params.py).
-
     Raises ValueError, naming the value and its limits, on construction.
     """
-
     temperature: Annotated[float, 0, 1e6] = 1.0  # 0 is greedy: the largest logit, exactly
     top_p: Annotated[float, 0, 1] = 1.0  # keep the smallest set whose probability reaches top_p
     top_k: Annotated[int, -1, 2**31] = 0  # keep the k largest; 0 or -1: all
@@ -102,7 +100,6 @@ class SamplingParams:
 
 class RequestStatus(IntEnum):
     """Where a request stands; everything past PREEMPTED is finished (vLLM v1/request.py)."""
-
     WAITING = 0
     RUNNING = 1
     PREEMPTED = 2
@@ -123,7 +120,6 @@ class RequestStatus(IntEnum):
 @dataclass(slots=True, eq=False)
 class Request:
     """One prompt on its way. Only the Scheduler writes to it (vLLM v1/request.py)."""
-
     request_id: str
     prompt_token_ids: InitVar[Sequence[int]]
     sampling_params: SamplingParams
@@ -175,7 +171,6 @@ class Logprob(NamedTuple):
 @dataclass(slots=True)
 class RequestMetrics:
     """When things happened to a request, in seconds of time.time(); None: not yet."""
-
     arrival_time: float
     first_scheduled_time: float | None = None
     first_token_time: float | None = None
@@ -186,7 +181,6 @@ class RequestMetrics:
 @dataclass(frozen=True, slots=True)
 class CompletionOutput:
     """What a request has produced so far; `index` is always 0, since there is one completion a request."""
-
     text: str
     token_ids: list[int]
     finish_reason: str | None = None  # "stop", "length", "abort" or "error" (logits not finite); None: unfinished
@@ -198,7 +192,6 @@ class CompletionOutput:
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
     """A request as its caller sees it; the shape is vLLM's (outputs.py)."""
-
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]

@@ -29,12 +29,11 @@ GREEDY = np.array(sampling_row(SamplingParams(temperature=1)), ROW)  # what a gr
 
 def sample(logits: torch.Tensor, asked: np.ndarray, positions: np.ndarray, generator: torch.Generator) -> torch.Tensor:
     """One token id per row of logits [num_rows, vocab_size], which stay as they are: [num_rows] int64, -1 where the
-    largest logit is no finite number. asked[r], a ROW, is what row r wants, positions[r] where its token goes.
-
-    Dividing probabilities by exponential noise and taking the largest draws token i with probability p_i, and never one
-    of probability 0. A seeded row's noise depends on its seed and position alone, so its tokens are the same alone, in
-    any batch, in chunks, after preemption and when a step is run again. Drafts need no rule of their own: one is
-    accepted if it is the token drawn here in its place, so every token is drawn as it is without drafts.
+    largest logit is no finite number. asked[r], a ROW, is what row r wants, positions[r] where its token goes. Dividing
+    probabilities by exponential noise and taking the largest draws token i with probability p_i, and never one of
+    probability 0. A seeded row's noise depends on its seed and position alone, so its tokens are the same alone, in any
+    batch, in chunks, after preemption and when a step is run again. Drafts need no rule of their own: one is accepted
+    if it is the token drawn here in its place, so every token is drawn as it is without drafts.
     """
     is_drawn = asked["temperature"] >= GREEDY_BELOW
     largest, likeliest = logits.max(dim=-1)
@@ -67,9 +66,8 @@ def sample(logits: torch.Tensor, asked: np.ndarray, positions: np.ndarray, gener
 
 
 def _keep_likeliest(logits: torch.Tensor, width: int, top_k: torch.Tensor, top_p: torch.Tensor | None) -> torch.Tensor:
-    """Put -inf, in place, where top_k and then top_p exclude a token (the order of vLLM v1/sample/sampler.py).
-
-    `width` is the largest top_k of these rows, or the vocabulary. All that tie with the k-th are kept, as in vLLM and
+    """Put -inf, in place, where top_k and then top_p exclude a token (the order of vLLM v1/sample/sampler.py). `width`
+    is the largest top_k of these rows, or the vocabulary. All that tie with the k-th are kept, as in vLLM and
     transformers; top_p's set is the smallest that reaches it, with the lower ids of those that tie at its end, so that
     a tiny top_p leaves argmax's.
     """
