@@ -1,7 +1,5 @@
 """nanoserve: continuous batching over PagedAttention, small enough to read in an evening.
-
-The names below are imported when first used, so that `import nanoserve` does not wait for torch and transformers.
-"""
+The names below are imported when first used, so that `import nanoserve` does not wait for torch and transformers."""
 
 from importlib import import_module
 

@@ -1,10 +1,7 @@
 """PagedAttention's kernel call: K/V is stored into blocks, then every row attends to its own blocks.
-
 A row is some queries at the end of a longer context, so one call serves any mix of prompt chunks, decodes and drafts.
-This module decides how a backend is called and which page sizes it allows; it does not know requests. A backend is one
-function `(q, kv_cache, metadata) -> out`, with q and out `[num_tokens, num_heads, head_dim]` and kv_cache
-`[2, num_blocks, block_size, num_kv_heads, head_dim]`, keys first. `attend_torch` defines what all compute.
-"""
+This module decides how a backend is called; it does not know requests. A backend is (q, kv_cache, metadata) -> out, q
+and out [num_tokens, num_heads, head_dim], kv_cache [2, num_blocks, block_size, num_kv_heads, head_dim], keys first."""
 
 from collections.abc import Callable
 from contextlib import suppress
@@ -43,8 +40,7 @@ Attend = Callable[[torch.Tensor, torch.Tensor, AttentionMetadata], torch.Tensor]
 
 def store_kv(k: torch.Tensor, v: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
     """Write this step's keys and values, both [num_tokens, num_kv_heads, head_dim]: all of them before anything is
-    attended to, so requests of one step can share each other's new blocks.
-    """
+    attended to, so requests of one step can share each other's new blocks."""
     for new, cache in zip((k, v), kv_cache, strict=True):
         cache.flatten(0, 1).index_copy_(0, slot_mapping, new)
 
@@ -52,7 +48,6 @@ def store_kv(k: torch.Tensor, v: torch.Tensor, kv_cache: torch.Tensor, slot_mapp
 def attend_torch(q: torch.Tensor, kv_cache: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
     """Plain PyTorch, on any device and with any block size: gather a group's blocks, then one dense attention. Here the
     last of three tokens, in blocks 2 and 0 of a cache with two tokens to a block, sees three equal keys:
-
     >>> one_head = lambda *numbers: torch.tensor(numbers).view(-1, 1, 1)
     >>> cache, slots = torch.zeros(2, 3, 2, 1, 1), torch.tensor([4, 5, 0])
     >>> store_kv(one_head(0.0, 0.0, 0.0), one_head(1.0, 3.0, 8.0), cache, slots)
@@ -79,8 +74,7 @@ MAX_PIECE = 256  # queries of one row attended at once by attend_torch: bounds t
 def group_rows(cu_seqlens_q: np.ndarray, context_lens: np.ndarray, block_table: np.ndarray, block_size: int,
                dtype: torch.dtype, device: torch.device) -> tuple[RowGroup, ...]:
     """Plan attend_torch's work for a step: all rows with one query each land in a few groups, whatever their number.
-    Groups go by number of queries and by the power of two that holds a row's blocks, so padding stays below half.
-    """
+    Groups go by number of queries and by the power of two that holds a row's blocks, so padding stays below half."""
     row = np.repeat(np.arange(len(context_lens)), np.diff(cu_seqlens_q))  # of each token, as is its position
     token = np.arange(len(row))
     position = token + (context_lens - cu_seqlens_q[1:])[row]
@@ -106,8 +100,7 @@ def group_rows(cu_seqlens_q: np.ndarray, context_lens: np.ndarray, block_table: 
 def attend_flash_attn_3(q: torch.Tensor, kv_cache: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
     """FlashAttention 3, for Hopper (module flash_attn_interface): one call for any mix, pages of any size. Here and
     below, causal=True lines up the last query with the last key, so a chunk sees its whole past. num_splits=1 keeps a
-    kernel from cutting contexts up by what else is in the batch: a row's result is its own.
-    """
+    kernel from cutting contexts up by what else is in the batch: a row's result is its own."""
     from flash_attn_interface import flash_attn_with_kvcache
 
     rows = dict(cu_seqlens_q=metadata.cu_seqlens_q, cache_seqlens=metadata.context_lens,
@@ -117,8 +110,7 @@ def attend_flash_attn_3(q: torch.Tensor, kv_cache: torch.Tensor, metadata: Atten
 
 def attend_flash_attn(q: torch.Tensor, kv_cache: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
     """FlashAttention 2 (package flash-attn 2.8.3). Its call for mixed rows has no num_splits, so decodes take another;
-    with a block table it reads only the differences of cu_seqlens_k, each row's whole context.
-    """
+    with a block table it reads only the differences of cu_seqlens_k, each row's whole context."""
     from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
 
     if metadata.max_seqlen_q == 1:
@@ -130,8 +122,7 @@ def attend_flash_attn(q: torch.Tensor, kv_cache: torch.Tensor, metadata: Attenti
 
 def attend_torch_varlen(q: torch.Tensor, kv_cache: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
     """The FlashAttention kernels compiled into PyTorch >= 2.12: nothing to install. window_size (-1, 0) is its way to
-    say causal. A lone query needs no mask, and then a key head is read once for all the query heads that share it.
-    """
+    say causal. A lone query needs no mask, and then a key head is read once for all the query heads that share it."""
     varlen_attn = import_module("torch.nn.attention.varlen").varlen_attn
     lens = (metadata.cu_seqlens_q, metadata.cu_seqlens_k, metadata.max_seqlen_q, metadata.max_seqlen_k)
     pages = dict(seqused_k=metadata.context_lens, block_table=metadata.block_table, num_splits=1)

@@ -1,12 +1,8 @@
 """PagedAttention's bookkeeping: the KV cache as blocks (Kwon et al. 2023; chapter 2.2, section 5).
-
-This module decides which block a token's K/V goes to, which blocks two requests may share, and which block is handed
-out next. It holds numbers only: it does not know tensors, layers, or why a request wants blocks.
-
-A block is `block_size` consecutive tokens of one request, whose block table names the block for its i-th such run, so
-blocks need not be contiguous. A full block has a hash over its own tokens and all before them; whoever starts with the
-same tokens reuses it. A free block keeps its hash until it is handed out.
-"""
+This module decides which block a token's K/V goes to, which blocks two requests may share, and which block goes next.
+It holds numbers only: it does not know tensors, layers, or why a request wants blocks. A block is `block_size`
+consecutive tokens of one request, whose block table names the block of each such run, so they need not be contiguous. A
+full block has a hash over its tokens and all before them, by which others find it until it is handed out anew."""
 
 from array import array
 from collections import Counter, OrderedDict, defaultdict
@@ -34,10 +30,8 @@ class _Holding:
 class BlockManager:
     """Block tables, reference counts, the prefix cache and the free queue (vLLM v1/core/kv_cache_manager.py and
     block_pool.py). Every block can be used: there is no null block. The one deliberate difference from vLLM 0.32.0:
-    full blocks become findable when they are allocated, before the step that writes them has run, so that equal prompts
-    share within one step. vLLM leaves them findable when that step is then taken back. `free` here forgets the hash of
-    every block beyond what was computed.
-    """
+    full blocks are findable from when they are allocated, so that equal prompts share within one step; vLLM leaves them
+    so when that step is taken back. `free` here forgets the hash of every block beyond what was computed."""
     def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True):
         require(min(num_blocks, block_size) > 0, "num_blocks and block_size", "at least 1", (num_blocks, block_size))
         self.num_blocks, self.block_size, self.enable_prefix_caching = num_blocks, block_size, enable_prefix_caching
@@ -63,7 +57,6 @@ class BlockManager:
     def get_computed_blocks(self, request: Request) -> list[int]:
         """The longest run of blocks that already hold the request's first tokens, at most num_tokens - 1 of them: the
         last one must be computed, for its logits.
-
         >>> from nanoserve.request import SamplingParams
         >>> manager = BlockManager(num_blocks=8, block_size=2)
         >>> first = Request("first", [1, 2, 3, 4, 5], SamplingParams())
@@ -82,11 +75,9 @@ class BlockManager:
 
     def allocate_slots(self, request: Request, num_new_tokens: int, computed_blocks: Sequence[int] = (),
                        full_sequence_must_fit: bool = False) -> list[int] | None:
-        """Make room for `num_new_tokens` more tokens; the ids of the newly handed out blocks, or None: no room, and
-        nothing has changed. `computed_blocks` is what get_computed_blocks returned, for a request that holds nothing.
-        With `full_sequence_must_fit` room for every known token is asked for, though only the new ones' is taken: a
-        request is not admitted for its first chunk alone.
-
+        """Make room for `num_new_tokens` more tokens; the ids of the newly handed out blocks, or None: no room, nothing
+        changed. `computed_blocks` are get_computed_blocks', for a request that holds nothing. `full_sequence_must_fit`:
+        None also if there is no room for every known token, since none is admitted for its first chunk alone.
         >>> from nanoserve.request import SamplingParams
         >>> manager = BlockManager(num_blocks=3, block_size=4)
         >>> request = Request("r", range(5), SamplingParams())
@@ -123,10 +114,8 @@ class BlockManager:
         return new_blocks
 
     def free(self, request: Request) -> None:
-        """Give all blocks back, the tail first, so that a prefix outlives what follows it: those that can be hit to the
-        end of the free queue, the others to its front. A block promised to a step that did not run, or has not yet, is
-        forgotten first: nobody may find what nobody wrote.
-        """
+        """Give all blocks back, the tail first, so that a prefix outlives it: those that can be hit to the end of the
+        free queue, others to its front. Those promised to a step that has not run are forgotten: nobody wrote them."""
         holding = self._held.pop(request.request_id, _Holding())
         num_written = max(0, request.num_computed_tokens - request.num_in_flight_tokens) // self.block_size
         for block in holding.blocks[num_written:]:
@@ -148,9 +137,7 @@ class BlockManager:
                 del self._cached[block_hash]
 
     def _hashes(self, request: Request, num_blocks: int) -> list[bytes]:
-        """The hashes of the request's full blocks, at least `num_blocks`, each computed once. A hash is of a block's
-        tokens and of the hash before it, so of all tokens before it; no two will ever be the same by chance.
-        """
+        """The hashes of the request's first full blocks, each computed once: of its tokens and the hash before it."""
         hashes = self._held[request.request_id].hashes
         for i in range(len(hashes), num_blocks):
             tokens = array("q", request.token_ids[i * self.block_size : (i + 1) * self.block_size])

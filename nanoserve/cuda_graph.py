@@ -1,9 +1,6 @@
 """Capture and replay of decode-only steps: the same kernels, started by one call instead of hundreds.
-
-A graph fixes everything but what lies in its buffers, so one is captured for each of some batch sizes, and a batch is
-padded up to the next. This module decides on those sizes, how a step's integers lie in one buffer, and how a graph is
-fed. It does not know what a step computes.
-"""
+A graph fixes all but what lies in its buffers, so one is captured for each of some batch sizes; others are padded. This
+module decides on the sizes and how a step's integers lie in one buffer. It does not know what a step computes."""
 
 from collections.abc import Callable
 from functools import partial
@@ -30,8 +27,7 @@ class StepShape(NamedTuple):
     def views(self, buffer: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """The step's integers as views of one int32 buffer, so that one copy brings them all to the device. input_ids,
         positions, slot_mapping, sample_rows [num_tokens] int64, of the last num_samples count; cu_seqlens_q and
-        cu_seqlens_k [num_rows + 1], context_lens [num_rows], block_table [num_rows, max_blocks] int32.
-        """
+        cu_seqlens_k [num_rows + 1], context_lens [num_rows], block_table [num_rows, max_blocks] int32."""
         rows = self.num_rows
         sizes = (8 * self.num_tokens, rows + 1, rows + 1, rows, rows * self.max_blocks)
         wide, *lens, table = buffer.narrow(0, 0, self.num_integers).split(sizes)
@@ -40,7 +36,6 @@ class StepShape(NamedTuple):
 
 def graph_sizes(max_batch_size: int) -> list[int]:
     """The batch sizes to capture: enough for every batch up to max_batch_size, which is one of them.
-
     >>> graph_sizes(40)
     [1, 2, 4, 8, 16, 32, 40]
     """
@@ -49,8 +44,7 @@ def graph_sizes(max_batch_size: int) -> list[int]:
 
 def capture(run: Callable[[], object], pool: Any) -> torch.cuda.CUDAGraph:
     """The graph of what `run` does, with its memory in `pool`, another graph's, or None for a new one. `run` is called
-    once before: what a kernel compiles, tunes or allocates the first time has no place in a graph.
-    """
+    once before: what a kernel compiles, tunes or allocates the first time has no place in a graph."""
     run()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -61,9 +55,7 @@ def capture(run: Callable[[], object], pool: Any) -> torch.cuda.CUDAGraph:
 
 class DecodeGraphs:
     """A graph for each size, over one input buffer, one output buffer and one pool of memory. `pack(size)` returns a
-    step of `size` rows of padding, its integers in host memory and its StepShape first. `run(buffer, shape)` computes
-    the step in the device's buffer: logits [size, vocab_size].
-    """
+    step of padding, its integers and StepShape first; `run(buffer, shape)` computes one: logits [size, vocab_size]."""
     def __init__(self, sizes: list[int], pack: Callable[[int], tuple], run: Callable, logits: torch.Tensor):
         self.sizes, self.logits = sizes, logits
         self.buffer = pack(sizes[-1])[0].to(logits.device)

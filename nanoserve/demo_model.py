@@ -1,8 +1,6 @@
 """A small real model for machines that hold none: SmolLM2-135M-Instruct, as an ordinary Hugging Face folder.
-
 This module decides where that folder lies and where the weights come from: a Python package that carries them as one
-GGUF file, so that pip is all one needs. It knows nothing of the engine.
-"""
+GGUF file, so that pip is all one needs. It knows nothing of the engine."""
 
 import importlib.util
 import os

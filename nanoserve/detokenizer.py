@@ -1,7 +1,5 @@
 """Ids to text as it grows, and the stop strings in it.
-
-This module decides which text may be shown. It does not know the model or the schedule: a tokenizer and ids.
-"""
+This module decides which text may be shown. It does not know the model or the schedule: a tokenizer and ids."""
 
 import re
 from functools import partial
@@ -14,11 +12,9 @@ CONTEXT = 6  # tokens, of a byte at least: any 4 bytes tell where the next chara
 
 
 class Detokenizer:
-    """The text of one request's output; `text` is what no later token can change. A new token is decoded together with
-    a few before it, whose text is known, since its own depends on them: it may be a part of a character, and many
-    tokenizers drop a space at the start of a text. A run of byte tokens becomes text when it has ended: a broken byte
-    makes the decoder replace all of the run, whole characters too.
-    """
+    """The text of one request's output; `text` is what no later token can change. A new token is decoded with a few
+    before it, whose text is known: it may be part of a character, and many tokenizers drop a space at the start. A run
+    of byte tokens is text when it has ended, since with a broken byte all of it is replaced, whole characters too."""
     def __init__(self, tokenizer: Any, prompt_token_ids: list[int], stop: tuple[str, ...], skip: bool):
         # Ids taken, the prompt's included, and not those after the one that completed a stop string.
         self.text, self.num_read = "", len(prompt_token_ids)
@@ -34,11 +30,9 @@ class Detokenizer:
         self._known = self._decode(self._window)  # the part of the window's text that is the prompt's or in `text`
 
     def append(self, token_ids: list[int], finished: bool) -> str | None:
-        """Take new ids. Returns the stop string that now ends the text, which is cut before it, or None. The first
-        token that completes a stop string ends the text, however many ids come at once; of several strings the leftmost
-        counts. Without stop strings they are decoded at once. A character is never shown in part, unless the output
-        ends there.
-        """
+        """Take new ids. Returns the stop string that now ends the text, which is cut before it, or None: however many
+        ids come at once, the first to complete one counts, and of several strings the leftmost. Without stop strings
+        they are decoded at once. A character is never shown in part, unless the output ends there."""
         stop = None
         for token_id in token_ids if not self._ended else ():
             self.num_read += 1

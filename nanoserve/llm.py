@@ -1,8 +1,5 @@
-"""The loop: tokenize, step, detokenize (chapter 2.2, section 4).
-
-This module decides what a caller's prompts become and when text comes back. It does not decide who is computed
-(scheduler.py) or how (model_runner.py).
-"""
+"""The loop: tokenize, step, detokenize (chapter 2.2, section 4). This module decides what a caller's prompts become and
+when text comes back. It does not decide who is computed (scheduler.py) or how (model_runner.py)."""
 
 import sys
 import time
@@ -71,8 +68,7 @@ class _RequestState:
 class LLM:
     """The offline engine, in the shape of vLLM's LLM and LLMEngine. Threads may share one: they take turns, by step.
     `model` is a local folder, a hub id, or "demo"; the options are EngineConfig's. Raises ValueError for an unknown or
-    impossible option and for a model that is broken or not supported.
-    """
+    impossible option and for a model that is broken or not supported."""
     def __init__(self, model: str, **options: Any):
         known = EngineConfig.__dataclass_fields__.keys() - {"model", "hf_config", "vocab_size"}
         require(options.keys() <= known, "options", f"among {', '.join(sorted(known))}", sorted(options.keys() - known))
@@ -107,10 +103,8 @@ class LLM:
 
     def generate(self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None, use_tqdm: bool = True,
                  priority: Sequence[int] | None = None) -> list[RequestOutput]:
-        """Complete one prompt or a list of them, with one SamplingParams for all or a list. Returns one finished
-        RequestOutput a prompt, in the prompts' order. Raises ValueError before anything is queued if one of them is
-        impossible, a list has the wrong length, or `priority` is given under "fcfs".
-        """
+        """Complete one prompt or a list, with one SamplingParams for all or a list; outputs in the prompts' order.
+        ValueError, with nothing queued, for an impossible one, a list of wrong length, or a `priority` under "fcfs"."""
         states = self._make_states(prompts, sampling_params, priority)
         begin, before = time.perf_counter(), self._counters["generation_tokens"]
         with tqdm(total=len(states), desc="requests", disable=not use_tqdm) as bar:
@@ -131,8 +125,7 @@ class LLM:
              add_generation_prompt: bool = True, chat_template_kwargs: dict[str, Any] | None = None,
              priority: Sequence[int] | None = None) -> list[RequestOutput]:
         """Answer one conversation, a list of {"role": ..., "content": ...} messages, or a list of conversations. Raises
-        ValueError as `generate` does, and for messages that the tokenizer's chat template refuses.
-        """
+        ValueError as `generate` does, and for messages that the tokenizer's chat template refuses."""
         prompts = self.preprocess_chat(messages, add_generation_prompt, chat_template_kwargs)
         return self.generate(prompts, sampling_params, use_tqdm, priority)
 
@@ -170,9 +163,7 @@ class LLM:
         return self.scheduler.has_unfinished_requests or bool(self._news)
 
     def step(self) -> list[RequestOutput]:
-        """One iteration of the loop; the outputs of the requests that got a token. If the step fails, its requests are
-        back in the waiting queue, and what it raised is raised.
-        """
+        """One iteration of the loop; outputs of the requests that got a token. If it raises, they wait again."""
         self._step()
         with self._turn():
             outputs = [state.output() for state in self._news]
@@ -180,10 +171,8 @@ class LLM:
             return outputs
 
     def get_metrics(self) -> dict[str, float]:
-        """Counters since construction, in tokens, steps or requests, and the share of K/V blocks in use now. Prefix
-        cache queries and hits are tokens, counted once per request, at its first admission. Of drafts there are the
-        times that some were verified, their tokens, and those accepted.
-        """
+        """Counters since construction, in tokens, steps or requests (of prefix cache queries and hits: tokens, at first
+        admission; num_drafts: times that drafts were verified), and the share of K/V blocks in use now."""
         counters, accepted = self._counters, self._counters["num_accepted_tokens"]
         return {**counters, "kv_cache_usage": 1 - self.block_manager.num_free_blocks / self.block_manager.num_blocks,
                 "num_requests_running": len(self.scheduler.running),
@@ -255,8 +244,7 @@ class LLM:
 
     def _read(self, state: _RequestState, now: float) -> None:
         """Count a request's new tokens, if it has any, and end it if their text has come to a stop string. Text is made
-        of them when somebody looks at it: here only if there are stop strings to look for.
-        """
+        of them when somebody looks at it: here only if there are stop strings to look for."""
         request, metrics = state.request, state.metrics
         has_more = state.finished or request.num_tokens > state.num_seen  # not if its prompt goes on, or preempted
         if not has_more or self._states.get(request.request_id) is not state:  # nor if it ended before this step did

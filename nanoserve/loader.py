@@ -1,8 +1,6 @@
 """From a checkpoint to a model: safetensors to parameters, each exactly once.
-
 This module decides where a checkpoint lies and whether it is whole, which is checked before any memory is taken. Pickle
-files are never opened and no code of a checkpoint is run.
-"""
+files are never opened and no code of a checkpoint is run."""
 
 import json
 from pathlib import Path

@@ -1,9 +1,6 @@
 """Llama, Qwen2 and Qwen3 in one file, with Hugging Face's parameter names.
-
-This module decides what a decoder computes. It does not know requests, schedules or blocks: K/V caches and
-AttentionMetadata are passed through to the attention call. A step's tokens lie in one row, `[num_tokens, hidden_size]`,
-whichever requests they belong to (Yu et al. 2022, "Orca").
-"""
+This module decides what a decoder computes. It does not know requests or blocks: caches and AttentionMetadata are only
+passed on. A step's tokens lie in one row, [num_tokens, hidden_size], whosever they are (Yu et al. 2022, "Orca")."""
 
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -38,10 +35,9 @@ def check_supported(config: Any) -> None:
 
 
 def compute_rope_table(config: Any, max_model_len: int, device: torch.device) -> Tensor:
-    """What a head at each position is multiplied by, (cos, cos), and what its halves, swapped, are, (-sin, sin):
-    [max_model_len, 2, head_dim] float32 (Su et al. 2021, "RoFormer"). Types that depend on the length ("dynamic",
-    "longrope") are computed once for max_model_len: cached keys cannot be rotated anew. ValueError for unknown types.
-    """
+    """What a head at each position is multiplied by, (cos, cos), and its halves, swapped, by, (-sin, sin):
+    [max_model_len, 2, head_dim] float32 (Su et al. 2021, "RoFormer"). Types that depend on the length are computed for
+    max_model_len, since cached keys cannot be rotated anew. ValueError for unknown types."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, rotate_half
 
@@ -79,9 +75,7 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
 
 class Linear(nn.Linear):
     """The checkpoint's linears over the same input as one matrix product; `parts` names them and sizes their outputs.
-    `pack` lays a float32 weight out for oneDNN on a CPU, where MKL reads it as it comes: the results differ in the last
-    bits only, and from about 4 rows on it is the faster one.
-    """
+    `pack` lays float32 weights out for oneDNN on a CPU: faster than MKL from some 4 rows on, equal but for rounding."""
     def __init__(self, in_features: int, parts: dict[str, int], bias: bool = False):
         super().__init__(in_features, sum(parts.values()), bias)
         self.parts, self.packed = parts, None

@@ -1,8 +1,6 @@
 """A SchedulerOutput to tensors, one forward pass, sampled tokens back.
-
 This module decides how a step's shares are laid out for the device and how many K/V blocks fit. It does not decide who
-is computed, and sees requests only as the scheduler's frozen shares.
-"""
+is computed, and sees requests only as the scheduler's frozen shares."""
 
 import sys
 from collections.abc import Callable
@@ -36,10 +34,8 @@ class ModelRunnerOutput(NamedTuple):
 
 
 class ModelRunner:
-    """Holds the weights, the K/V caches and the rows' block tables (vLLM v1/worker/gpu_model_runner.py). Raises
-    ValueError where the model, the device and the options do not go together. `num_blocks` is what fits; the caches
-    hold one block more, which is nobody's: rows of padding write there.
-    """
+    """Holds weights, K/V caches and block tables (vLLM v1/worker/gpu_model_runner.py). ValueError if model, device and
+    options do not go together. The caches hold `num_blocks` and one more, nobody's: rows of padding write there."""
     def __init__(self, config: EngineConfig, folder: Path):
         self.device, self.dtype = _choose_device_and_dtype(config)
         head_dim, num_kv_heads = get_head_dim(config.hf_config), config.hf_config.num_key_value_heads
@@ -148,9 +144,7 @@ class ModelRunner:
         return partial(_result, scheduled, lambda: done)
 
     def reset(self) -> None:
-        """Forget the rows, once no step runs: whoever still runs comes back as a new request. A CPU's worker is waited
-        for; what a GPU has still to do comes before whatever it is given next.
-        """
+        """Forget the rows. A CPU's worker is waited for; a GPU ends what it does before whatever it is given next."""
         if self._worker:
             self._worker.submit(int).result()
         self._rows: dict[str, int] = {}
@@ -195,9 +189,7 @@ class ModelRunner:
     def _pack(self, scheduled: list[ScheduledRequest], graph_size: int) -> tuple:
         """A step's integers in host memory, as the graph of that size has them or, if it is 0, as long as they are.
         Returns them, their StepShape, row of the table and position of each token to sample, and attend_torch's groups.
-        A share that reaches its end samples one token, and one more for each draft. A row of padding is one token that
-        attends to itself, in the dummy block.
-        """
+        A share that reaches its end samples one token, and one for each draft. Padding attends to the dummy block."""
         ids, token_ids, starts, _, drafts, is_last, _ = zip(*scheduled, strict=True) if scheduled else [()] * 7
         lens, start, samples, rows = (np.full(graph_size or len(scheduled), pad) for pad in (1, 0, 0, -1))
         lens[: len(scheduled)], start[: len(scheduled)] = [*map(len, token_ids)], starts

@@ -1,8 +1,6 @@
-"""Drafts by prompt lookup: what followed the last time the same few tokens stood there (Saxena 2023, "Prompt Lookup
-Decoding"; vLLM v1/spec_decode/ngram_proposer.py, whose answers these are).
-
-This module decides what is guessed. Whether a guess is right is decided by the model, in the step that computes it.
-"""
+"""Drafts by prompt lookup: what followed when the same few tokens stood there before (Saxena 2023, "Prompt Lookup
+Decoding"; vLLM v1/spec_decode/ngram_proposer.py, whose answers these are). This module decides what is guessed; whether
+a guess is right is decided by the model, in the step that computes it."""
 
 from collections.abc import Iterable, Sequence
 
@@ -10,10 +8,8 @@ from nanoserve.request import require, require_number
 
 
 class NgramProposer:
-    """The tokens after the first earlier occurrence of the longest suffix of prompt_lookup_min to _max tokens. Each
-    request has an index from its n-grams to where they first ended, so a new token costs the same at any length. Raises
-    ValueError for impossible options.
-    """
+    """The tokens after the first earlier occurrence of the longest suffix of prompt_lookup_min to _max tokens, by an
+    index for each request: a new token costs the same at any length. ValueError for impossible options."""
     def __init__(self, method: str = "ngram", num_speculative_tokens: int = 0,
                  prompt_lookup_max: int | None = None, prompt_lookup_min: int | None = None):
         require(method == "ngram", "speculative_config's method", "'ngram'", method)
@@ -30,7 +26,6 @@ class NgramProposer:
 
     def propose(self, request_id: str, token_ids: Sequence[int]) -> list[int]:
         """Drafts to follow token_ids, which only ever grow for one request_id; [] if there is nothing to go by.
-
         >>> NgramProposer("ngram", 3, prompt_lookup_max=2, prompt_lookup_min=1).propose("r", [7, 8, 9, 5, 7, 8])
         [9, 5, 7]
         """

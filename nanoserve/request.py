@@ -1,8 +1,6 @@
 """A request and how far it has got.
-
 This module decides what a caller may ask for (`SamplingParams`), what the engine remembers of it (`Request`), and what
 the caller gets back (`RequestOutput`). It does not know who is scheduled when, where K/V lies, or what a token means.
-
 Is the sampled token counted yet? The question every reader of a scheduler asks; block size 4, prompt of 5 tokens:
 
     moment                        num_tokens  num_computed_tokens  blocks
@@ -46,8 +44,7 @@ def require_number(name: str, value: object, integer: bool, low: float, high: fl
 
 def check_options(options: object) -> None:
     """Raise ValueError unless a dataclass's fields are what their annotations say: Annotated[number, lowest, highest],
-    a Literal of strings, or a plain type. Other annotations are not looked at.
-    """
+    a Literal of strings, or a plain type. Other annotations are not looked at."""
     for name, hint in _get_hints(type(options), include_extras=True).items():
         value, args = getattr(options, name, None), get_args(hint)
         if get_origin(hint) is Annotated:
@@ -70,8 +67,7 @@ def blame(what: str) -> Iterator[None]:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How to choose a request's tokens and when to stop. Names, meanings and defaults are vLLM's (sampling_params.py).
-    Raises ValueError, naming the value and its limits, on construction.
-    """
+    Raises ValueError, naming the value and its limits, on construction."""
     temperature: Annotated[float, 0, 1e6] = 1.0  # 0 is greedy: the largest logit, exactly
     top_p: Annotated[float, 0, 1] = 1.0  # keep the smallest set whose probability reaches top_p
     top_k: Annotated[int, -1, 2**31] = 0  # keep the k largest; 0 or -1: all

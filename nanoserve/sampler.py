@@ -1,7 +1,5 @@
 """Logits to tokens: one vectorized pass over a batch in which every row may ask for something else.
-
-This module decides how a token is drawn. It does not know requests or their past: rows of logits and of parameters.
-"""
+This module decides how a token is drawn. It does not know requests or their past: rows of logits and of parameters."""
 
 from hashlib import blake2b
 
@@ -30,11 +28,9 @@ GREEDY = np.array(sampling_row(SamplingParams(temperature=1)), ROW)  # what a gr
 def sample(logits: torch.Tensor, asked: np.ndarray, positions: np.ndarray, generator: torch.Generator) -> torch.Tensor:
     """One token id per row of logits [num_rows, vocab_size], which stay as they are: [num_rows] int64, -1 where the
     largest logit is no finite number. asked[r], a ROW, is what row r wants, positions[r] where its token goes. Dividing
-    probabilities by exponential noise and taking the largest draws token i with probability p_i, and never one of
-    probability 0. A seeded row's noise depends on its seed and position alone, so its tokens are the same alone, in any
-    batch, in chunks, after preemption and when a step is run again. Drafts need no rule of their own: one is accepted
-    if it is the token drawn here in its place, so every token is drawn as it is without drafts.
-    """
+    probabilities by exponential noise and taking the largest draws token i with probability p_i, never if p_i is 0. A
+    seeded row's noise depends on seed and position alone, so its tokens are the same alone, in any batch, in chunks and
+    after preemption. A draft is accepted if it is the token drawn in its place: all are drawn as without drafts."""
     is_drawn = asked["temperature"] >= GREEDY_BELOW
     largest, likeliest = logits.max(dim=-1)
     likeliest.masked_fill_(~largest.isfinite(), -1)
@@ -66,11 +62,9 @@ def sample(logits: torch.Tensor, asked: np.ndarray, positions: np.ndarray, gener
 
 
 def _keep_likeliest(logits: torch.Tensor, width: int, top_k: torch.Tensor, top_p: torch.Tensor | None) -> torch.Tensor:
-    """Put -inf, in place, where top_k and then top_p exclude a token (the order of vLLM v1/sample/sampler.py). `width`
-    is the largest top_k of these rows, or the vocabulary. All that tie with the k-th are kept, as in vLLM and
-    transformers; top_p's set is the smallest that reaches it, with the lower ids of those that tie at its end, so that
-    a tiny top_p leaves argmax's.
-    """
+    """Put -inf, in place, where top_k and then top_p exclude a token (the order of vLLM v1/sample/sampler.py); `width`
+    is the largest top_k, or the vocabulary. All that tie with the k-th are kept, as in vLLM and transformers; of those
+    that tie at the end of top_p's smallest set only the lower ids, so that a tiny top_p leaves argmax's."""
     if width < logits.shape[1]:
         ordered = logits.topk(width).values
         logits.masked_fill_(logits < ordered.gather(1, top_k - 1), -torch.inf)
@@ -94,8 +88,7 @@ def _keep_likeliest(logits: torch.Tensor, width: int, top_k: torch.Tensor, top_p
 
 def gather_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, num_logprobs: int) -> tuple[torch.Tensor, ...]:
     """Ids and log-probabilities [num_rows, 1 + num_logprobs], the given token first and then the likeliest, and its
-    rank [num_rows], 1 being the likeliest. The distribution is the model's own, before temperature (vLLM's default).
-    """
+    rank [num_rows], 1 being the likeliest. The distribution is the model's own, before temperature (vLLM's default)."""
     logprobs = logits.float().log_softmax(dim=-1)
     chosen = logprobs.gather(1, token_ids[:, None])
     values, ids = logprobs.topk(min(num_logprobs, logits.shape[1]), dim=-1)

@@ -1,10 +1,8 @@
 """How many tokens of which request to compute now (chapter 2.2, section 6; vLLM 0.32.0 v1/core/sched/scheduler.py).
-
 There is no prefill phase and no decode phase. A request has tokens that are known (num_tokens_with_spec) and tokens
 that are computed (num_computed_tokens); each step hands out a budget of tokens so that the second catches up with the
 first. Chunked prefill, decoding, recomputing after preemption and verifying drafts are all this one subtraction.
-Models, tensors and text are not known here. vLLM's queues for skipped requests cannot arise in a text-only engine.
-"""
+Models, tensors and text are not known here."""
 
 from bisect import insort
 from collections.abc import Collection
@@ -36,9 +34,8 @@ class SchedulerOutput(NamedTuple):
 
 
 class Scheduler:
-    """vLLM V1's Scheduler: two queues and a token budget. A policy is one sort key, of arrival ("fcfs") or of
-    (priority, arrival_time): the smallest waiting request is admitted first, the largest running one preempted first.
-    """
+    """vLLM V1's: two queues and a token budget. A policy is one sort key, of arrival ("fcfs") or of (priority,
+    arrival_time): the smallest waiting request is admitted first, the largest running one preempted first."""
     admits_while_running = True
 
     def __init__(self, block_manager: BlockManager, *, max_num_seqs: int, max_num_batched_tokens: int,
@@ -81,7 +78,6 @@ class Scheduler:
 
     def schedule(self) -> SchedulerOutput:
         """Share out one step's token budget: running requests first, then waiting ones (chapter 2.2, section 6.2).
-
         >>> scheduler = Scheduler(BlockManager(8, 4), max_num_seqs=2, max_num_batched_tokens=6, max_model_len=32)
         >>> for name in "AB":
         ...     scheduler.add_request(Request(name, [ord(name)] * 5, SamplingParams()))
@@ -169,7 +165,6 @@ class Scheduler:
     def update_from_output(self, output: SchedulerOutput, sampled_token_ids: list[list[int]]) -> list[Request]:
         """Append what the step sampled; returns the requests that it finished. `sampled_token_ids` has one list per
         scheduled request: [] for an unfinished prompt, else accepted drafts and one token more, -1 if it cannot go on.
-
         >>> scheduler = Scheduler(BlockManager(8, 4), max_num_seqs=2, max_num_batched_tokens=8, max_model_len=32)
         >>> scheduler.add_request(Request("A", [7, 8, 9], SamplingParams(max_tokens=2)))
         >>> scheduler.update_from_output(scheduler.schedule(), [[5]])

@@ -17,9 +17,13 @@ def count(source: str) -> tuple[int, int]:
     return len(code), len(source.splitlines())
 
 
+def package_files() -> list[Path]:
+    return sorted((Path(__file__).parents[1] / "nanoserve").rglob("*.py"))
+
+
 if __name__ == "__main__":
     total = (0, 0)
-    for path in sorted((Path(__file__).parents[1] / "nanoserve").glob("*.py")):
+    for path in package_files():
         counts = count(path.read_text())
         total = (total[0] + counts[0], total[1] + counts[1])
         print(f"{path.name:24}{counts[0]:6}{counts[1]:6}")
