@@ -802,7 +802,7 @@ def demo_answers(demo_folder):
 
 
 @pytest.mark.demo
-@pytest.mark.parametrize("chunked,preempted,caching,policy", [each[:4] for each in COMBINATIONS if not each[4]][::5])
+@pytest.mark.parametrize("chunked,preempted,caching,policy", [each[:4] for each in COMBINATIONS if not each[4]][::6])
 def test_drafts_do_not_change_the_demo_models_outputs(demo_folder, demo_answers, chunked, preempted, caching, policy):
     prompts, params, answers = demo_answers
     options = {"max_model_len": 256, **options_of(chunked, preempted, caching, policy)}

@@ -62,6 +62,30 @@ def test_two_streams_and_a_request_share_the_steps(llm):
     assert not llm.has_unfinished_requests()
 
 
+def test_a_step_returns_what_was_added_and_not_what_a_stream_waits_for(llm):
+    llm.add_request("mine", "fox", greedy(3))
+    stream = llm.generate_stream("hello", greedy(3))
+    first = next(stream)
+    outputs = [output for _ in range(3) for output in llm.step()]
+    assert {output.request_id for output in outputs} == {"mine"} and outputs[-1].finished
+    rest = list(stream)  # it has all been computed beside the steps
+    assert [first.request_id, *(output.request_id for output in rest)].count("mine") == 0 and rest[-1].finished
+    assert not llm.has_unfinished_requests()
+
+
+def test_a_stream_whose_id_was_taken_before_it_began_fails_alone(llm):
+    expected = one(llm, "fox", greedy()).outputs[0].token_ids
+    stream = llm.generate_stream("hello", greedy())  # holds an id, and queues when it is iterated
+    taken = str(next(llm._ids) - 1)
+    llm.add_request(taken, "fox", greedy())
+    with pytest.raises(ValueError, match=f"request_id .* got '{taken}'"):
+        next(stream)
+    assert list(llm.scheduler.requests) == [taken]
+    while llm.has_unfinished_requests():
+        (output,) = llm.step()
+    assert output.request_id == taken and output.outputs[0].token_ids == expected
+
+
 @pytest.mark.parametrize("length", [1, 2, 5])
 def test_a_stop_string_ends_the_text_before_it_and_is_never_shown(llm, length):
     whole = one(llm, "the lazy dog", greedy(30)).outputs[0].text
