@@ -4,9 +4,9 @@ python bench.py                             # the throughput of a batch of reque
 python bench.py static --plot static.png    # static against continuous batching (sections 2 and 3)
 python bench.py --help                      # all subcommands; `python bench.py load --help` shows the options of one
 
-On a CPU the defaults are smaller: every subcommand ends within two minutes with the demo model. A request generates
-exactly as many tokens as it asks for. Latencies count from the moment a request was to arrive, whether or not the
-engine was free to take it then.
+On a CPU the defaults are smaller: every subcommand ends within two minutes with the demo model, if the cores are its
+own (if not, set OMP_WAIT_POLICY=passive). A request generates exactly as many tokens as it asks for. Latencies count
+from the moment a request was to arrive, whether or not the engine was free to take it then.
 """
 
 import csv

@@ -8,10 +8,12 @@ python example.py --model Qwen/Qwen3-0.6B
 
 import argparse
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from nanoserve import LLM, RequestOutput, SamplingParams
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch: its threads do not spin for cores others use
+from nanoserve import LLM, RequestOutput, SamplingParams  # noqa: E402
 
 QUESTIONS = [
     "What is the capital of France?",

@@ -75,13 +75,13 @@ def group_rows(cu_seqlens_q: np.ndarray, context_lens: np.ndarray, block_table: 
                dtype: torch.dtype, device: torch.device) -> tuple[RowGroup, ...]:
     """Plan attend_torch's work for a step: all rows with one query each land in a few groups, whatever their number.
     Groups go by number of queries and by the power of two that holds a row's blocks, so padding stays below half."""
-    row = np.repeat(np.arange(len(context_lens)), np.diff(cu_seqlens_q))  # of each token, as is its position
+    row = np.repeat(np.arange(len(context_lens)), np.diff(cu_seqlens_q))  # the row of each token
     token = np.arange(len(row))
     position = token + (context_lens - cu_seqlens_q[1:])[row]
     begin = np.flatnonzero((token - cu_seqlens_q[row]) % MAX_PIECE == 0)  # the first token of each piece of a row
     num_queries = np.diff(begin, append=len(row))
     num_blocks = position[begin + num_queries - 1] // block_size + 1
-    group_key = num_queries * 64 + np.frexp(num_blocks - 1)[1]
+    group_key = num_queries * 64 + np.frexp(num_blocks - 1)[1]  # the bits of num_blocks - 1, fewer than 64
     keys = np.unique(group_key)
     groups = []
     for key in keys:

@@ -29,9 +29,9 @@ class _Holding:
 
 class BlockManager:
     """Block tables, reference counts, the prefix cache and the free queue (vLLM v1/core/kv_cache_manager.py and
-    block_pool.py). Every block can be used: there is no null block. The one deliberate difference from vLLM 0.32.0:
-    full blocks are findable from when they are allocated, so that equal prompts share within one step; vLLM leaves them
-    so when that step is taken back. `free` here forgets the hash of every block beyond what was computed."""
+    block_pool.py). Every block can be used: there is no null block. Full blocks are findable from when they are
+    allocated, as in vLLM, so that equal prompts share within one step. The deliberate difference from vLLM 0.32.0: if
+    that step is taken back, `free` forgets the hash of every block beyond what was computed; vLLM keeps it."""
     def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True):
         require(min(num_blocks, block_size) > 0, "num_blocks and block_size", "at least 1", (num_blocks, block_size))
         self.num_blocks, self.block_size, self.enable_prefix_caching = num_blocks, block_size, enable_prefix_caching
@@ -55,8 +55,8 @@ class BlockManager:
         return self._held[request_id].blocks if request_id in self._held else []
 
     def get_computed_blocks(self, request: Request) -> list[int]:
-        """The longest run of blocks that already hold the request's first tokens, at most num_tokens - 1 of them: the
-        last one must be computed, for its logits.
+        """The longest run of blocks that already hold the request's first tokens, but never all of these: the last
+        token must be computed, for its logits.
         >>> from nanoserve.request import SamplingParams
         >>> manager = BlockManager(num_blocks=8, block_size=2)
         >>> first = Request("first", [1, 2, 3, 4, 5], SamplingParams())
@@ -70,8 +70,8 @@ class BlockManager:
         []
         """
         num_blocks = (request.num_tokens - 1) // self.block_size if self.enable_prefix_caching else 0
-        found = takewhile(bool, map(self._cached.get, self._hashes(request, num_blocks)[:num_blocks]))
-        return [next(iter(blocks)) for blocks in found if blocks]
+        found = takewhile(self._cached.__contains__, self._hashes(request, num_blocks)[:num_blocks])
+        return [next(iter(self._cached[block_hash])) for block_hash in found]
 
     def allocate_slots(self, request: Request, num_new_tokens: int, computed_blocks: Sequence[int] = (),
                        full_sequence_must_fit: bool = False) -> list[int] | None:
@@ -93,7 +93,7 @@ class BlockManager:
         new_blocks: list[int] = []
         if end > num_held * size or computed_blocks:
             num_wanted = cdiv(max(end, request.num_tokens) if full_sequence_must_fit else end, size)
-            num_revived = sum(self._ref_counts[block] == 0 for block in computed_blocks)  # free now, not free then
+            num_revived = sum(self._ref_counts[block] == 0 for block in computed_blocks)  # free until now
             if num_wanted - num_held + num_revived > len(self._free):
                 return None
             for block in computed_blocks:
@@ -114,8 +114,8 @@ class BlockManager:
         return new_blocks
 
     def free(self, request: Request) -> None:
-        """Give all blocks back, the tail first, so that a prefix outlives it: those that can be hit to the end of the
-        free queue, others to its front. Those promised to a step that has not run are forgotten: nobody wrote them."""
+        """Give all blocks back, the tail first, so that a prefix outlives its tail: those that can be hit to the end of
+        the free queue, others to its front. Those promised to a step that has not run are forgotten: unwritten."""
         holding = self._held.pop(request.request_id, _Holding())
         num_written = max(0, request.num_computed_tokens - request.num_in_flight_tokens) // self.block_size
         for block in holding.blocks[num_written:]:
@@ -148,7 +148,7 @@ class BlockManager:
         """Raise AssertionError unless the invariants hold; for tests, after every step."""
         for request_id, holding in self._held.items():
             assert len(set(holding.blocks)) == len(holding.blocks), f"{request_id} holds a block twice"
-            assert holding.num_registered <= min(len(holding.blocks), len(holding.hashes) or len(holding.blocks))
+            assert holding.num_registered <= min(len(holding.blocks), len(holding.hashes))
         held = Counter(block for holding in self._held.values() for block in holding.blocks)
         assert self._ref_counts == [held[block] for block in range(self.num_blocks)], "counts differ from the tables"
         assert {*self._free} == {*range(self.num_blocks)} - {*held}, "the free queue is not what nobody holds"

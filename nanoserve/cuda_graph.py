@@ -22,11 +22,11 @@ class StepShape(NamedTuple):
     @property
     def num_integers(self) -> int:
         """The length of the int32 buffer that views() divides."""
-        return 8 * self.num_tokens + self.num_rows * (3 + self.max_blocks) + 2
+        return 8 * self.num_tokens + self.num_rows * (3 + self.max_blocks) + 2  # an int64 is two of them
 
     def views(self, buffer: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """The step's integers as views of one int32 buffer, so that one copy brings them all to the device. input_ids,
-        positions, slot_mapping, sample_rows [num_tokens] int64, of the last num_samples count; cu_seqlens_q and
+        positions, slot_mapping, sample_rows (its first num_samples count) [num_tokens] int64; cu_seqlens_q and
         cu_seqlens_k [num_rows + 1], context_lens [num_rows], block_table [num_rows, max_blocks] int32."""
         rows = self.num_rows
         sizes = (8 * self.num_tokens, rows + 1, rows + 1, rows, rows * self.max_blocks)

@@ -41,7 +41,7 @@ class _RequestState:
         self.detokenizer = self.make_detokenizer()
         self.logprobs: list[dict[int, Logprob]] = []
         self.metrics = RequestMetrics(request.arrival_time)
-        self.num_seen, self.num_reached = request.num_tokens, 0  # tokens counted as generated; computed at least once
+        self.num_seen, self.num_reached = request.num_tokens, 0  # tokens counted already; computed at least once
         self.news = news  # where its caller looks for states that have got further
 
     @property
@@ -74,8 +74,7 @@ class LLM:
         require(options.keys() <= known, "options", f"among {', '.join(sorted(known))}", sorted(options.keys() - known))
         config = EngineConfig(model=model, **options)
         with blame("speculative_config"):
-            drafts = config.speculative_config
-            self.drafter = None if drafts is None else NgramProposer(**drafts)
+            self.drafter = None if config.speculative_config is None else NgramProposer(**config.speculative_config)
         folder = find_model(model)
         hf_config = load_config(folder)
         self.tokenizer, eos_token_ids = load_tokenizer(folder, hf_config)
@@ -189,7 +188,7 @@ class LLM:
             except BaseException as error:
                 running = ", ".join(request.request_id for request in self.scheduler.running)
                 add_note = getattr(error, "add_note", print)  # Python 3.10 has no notes
-                add_note(f"nanoserve: a step failed; its requests wait to be computed again: {running}")
+                add_note(f"nanoserve: interrupted or failed; these requests wait to be computed again: {running}")
                 self._in_flight.clear()
                 self.runner.reset()
                 self.scheduler.requeue_running()
@@ -206,6 +205,7 @@ class LLM:
                 self.drafter.forget(output.finished_req_ids)
             states = [self._states[share.request_id] for share in output.scheduled]
             self._in_flight.append((output, states, time.time(), self.runner.launch(output)))
+            # One may stay in flight, but none once nobody is left.
             num_left = int(isinstance(self.scheduler, AsyncScheduler) and bool(output.scheduled))
             while len(self._in_flight) > num_left * self.scheduler.has_unfinished_requests:
                 self._finish_step(*self._in_flight.pop(0))
@@ -279,9 +279,8 @@ class LLM:
                 for state in [*news]:
                     with self._lock:
                         del news[state]
+                        left -= {state} if state.finished else set()
                         seen = look(state)
-                        if state.finished:
-                            left.discard(state)
                     yield seen
         finally:
             names = [name for state in left if self._states.get(name := state.request.request_id) is state]
@@ -292,10 +291,11 @@ class LLM:
                 raise
 
     def _add(self, state: _RequestState) -> None:
-        self.scheduler.check_request(state.request)  # again: others may have come since it was made
-        with self._turn():
-            self._states[state.request.request_id] = state
-            self.scheduler.add_request(state.request)
+        with self._lock:
+            self.scheduler.check_request(state.request)  # again: others may have come since it was made
+            with self._turn():
+                self._states[state.request.request_id] = state
+                self.scheduler.add_request(state.request)
 
     def _make_states(self, prompts: Any, params: Any, priority: Any) -> list[_RequestState]:
         """One state a prompt; all are checked before the first is queued."""

@@ -35,7 +35,7 @@ def check_supported(config: Any) -> None:
 
 
 def compute_rope_table(config: Any, max_model_len: int, device: torch.device) -> Tensor:
-    """What a head at each position is multiplied by, (cos, cos), and its halves, swapped, by, (-sin, sin):
+    """A head's two factors at each position, (cos, cos) for it as it is, (-sin, sin) for it with its halves swapped:
     [max_model_len, 2, head_dim] float32 (Su et al. 2021, "RoFormer"). Types that depend on the length are computed for
     max_model_len, since cached keys cannot be rotated anew. ValueError for unknown types."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS

@@ -54,7 +54,7 @@ class ModelRunner:
         self._table = np.zeros((config.max_num_seqs + 1, cdiv(self.max_model_len, self.block_size)), dtype=np.int32)
         self._asked = np.zeros(config.max_num_seqs, ROW)
         self.reset()
-        # The last step's samples stay on the device; a token that it is still sampling is -1 - its place among them.
+        # The last step's samples stay on the device: an input id of -1 - i stands for the i-th of them.
         self._sampled = torch.zeros(config.max_num_batched_tokens, dtype=torch.int64, device=self.device)
         self._sample_index = np.zeros(config.max_num_seqs + 1, np.int64)
         self.generator = torch.Generator(self.device)
@@ -135,9 +135,10 @@ class ModelRunner:
         if not scheduled:
             return partial(ModelRunnerOutput, [], [])
         graphs = self.graphs if all(len(share.token_ids) == 1 for share in scheduled) else None
-        packed, shape, rows, *where = self._pack(scheduled, graphs.size_for(len(scheduled)) if graphs else 0)
+        size = graphs.size_for(len(scheduled)) if graphs else 0
+        packed, shape, rows, positions, groups = self._pack(scheduled, size)  # rows and positions of the samples
         self._sample_index[rows] = np.arange(len(rows))
-        compute = partial(self._compute, packed, shape, self._asked[rows], *where, fresh, graphs)
+        compute = partial(self._compute, packed, shape, self._asked[rows], positions, groups, fresh, graphs)
         if self._worker:
             return partial(_result, scheduled, self._worker.submit(compute).result)
         done = compute()
@@ -171,12 +172,12 @@ class ModelRunner:
         return results, torch.cuda.current_stream().record_event() if self.device.type == "cuda" else None
 
     def _update_rows(self, output: SchedulerOutput) -> list[int]:
-        """Keep a row per running request. Returns the blocks of whose contents nothing is relied on."""
+        """Keep a row per running request. Returns the blocks beyond the computed tokens: they may hold garbage."""
         fresh: list[int] = []
         gone = output.preempted_req_ids | output.finished_req_ids
         self._free_rows += [self._rows.pop(request_id) for request_id in gone if request_id in self._rows]
         for share in output.scheduled:
-            # The blocks of computed tokens are in its row since they were handed out, if it has one.
+            # The blocks of computed tokens are already in its row, if it has one.
             row, begin = self._rows.get(share.request_id), cdiv(share.num_computed_tokens, self.block_size)
             fresh += share.block_ids[begin:]
             if row is None:

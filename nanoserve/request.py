@@ -115,7 +115,7 @@ class RequestStatus(IntEnum):
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One prompt on its way. Only the Scheduler writes to it (vLLM v1/request.py)."""
+    """One prompt on its way. Once it is queued, only the Scheduler writes to it (vLLM v1/request.py)."""
     request_id: str
     prompt_token_ids: InitVar[Sequence[int]]
     sampling_params: SamplingParams

@@ -122,7 +122,7 @@ class Scheduler:
         return request.num_tokens_with_spec
 
     def _num_new_tokens(self, request: Request, num_computed_tokens: int, budget: int) -> int:
-        """What the request lacks, up to the long-prefill threshold, unless it is alone, the budget and the model."""
+        """What the request lacks, capped by the long-prefill threshold (if not alone), the budget and max_model_len."""
         num_new, threshold = self._num_known(request) - num_computed_tokens, self.long_prefill_token_threshold
         if 0 < threshold < num_new and len(self.requests) > 1:
             num_new = threshold
@@ -147,24 +147,24 @@ class Scheduler:
         for request, num_new in shares.items():
             name, start, drafts = request.request_id, request.num_computed_tokens, ()
             request.num_computed_tokens = end = start + num_new
-            token_ids, num_unknown = request.token_ids[start:end], end - request.num_tokens
+            token_ids, beyond = request.token_ids[start:end], end - request.num_tokens  # what is known
             if request.spec_token_ids:
-                drafts, request.spec_token_ids = request.spec_token_ids[: max(0, num_unknown)], []
+                drafts, request.spec_token_ids = request.spec_token_ids[: max(0, beyond)], []
                 token_ids += drafts
-            elif num_unknown > 0:
+            elif beyond > 0:
                 token_ids.append(-1)  # a step in flight is sampling it
-            about = (self.block_manager.block_table(name), len(drafts), num_unknown >= 0, request.sampling_params)
-            scheduled.append(ScheduledRequest(name, token_ids, start, *about))
+            blocks, params = self.block_manager.block_table(name), request.sampling_params
+            scheduled.append(ScheduledRequest(name, token_ids, start, blocks, len(drafts), beyond >= 0, params))
             request.num_in_flight_tokens += num_new
-        gone, num_free = (self._preempted_req_ids, self._finished_req_ids), self.block_manager.num_free_blocks
+        output = SchedulerOutput(scheduled, self._preempted_req_ids, self._finished_req_ids,
+                                 self.block_manager.num_free_blocks, next(self._steps))
         self._preempted_req_ids, self._finished_req_ids = set(), set()
-        output = SchedulerOutput(scheduled, *gone, num_free, next(self._steps))
         self._in_flight[output.step] = output, [*shares]
         return output
 
     def update_from_output(self, output: SchedulerOutput, sampled_token_ids: list[list[int]]) -> list[Request]:
-        """Append what the step sampled; returns the requests that it finished. `sampled_token_ids` has one list per
-        scheduled request: [] for an unfinished prompt, else accepted drafts and one token more, -1 if it cannot go on.
+        """Append what the step sampled; returns the requests that it finished. `sampled_token_ids` has a list for each
+        scheduled one: [] if its prompt goes on, else accepted drafts and a token more, -1 if its logits are not finite.
         >>> scheduler = Scheduler(BlockManager(8, 4), max_num_seqs=2, max_num_batched_tokens=8, max_model_len=32)
         >>> scheduler.add_request(Request("A", [7, 8, 9], SamplingParams(max_tokens=2)))
         >>> scheduler.update_from_output(scheduler.schedule(), [[5]])
@@ -230,7 +230,7 @@ class Scheduler:
     def requeue_running(self) -> None:
         """A step failed or was interrupted, wherever that was: all that ran wait again, and no K/V is relied on."""
         self.block_manager.reset()
-        for output, _ in self._in_flight.values():  # whoever is told who has gone may not have heard
+        for output, _ in self._in_flight.values():  # the runner may not have heard of these
             self._preempted_req_ids |= output.preempted_req_ids
             self._finished_req_ids |= output.finished_req_ids
         for request in [*self.requests.values()]:
