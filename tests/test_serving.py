@@ -2,6 +2,8 @@
 
 import subprocess
 import sys
+import threading
+from contextlib import suppress
 from itertools import zip_longest
 from pathlib import Path
 
@@ -84,6 +86,40 @@ def test_a_stream_whose_id_was_taken_before_it_began_fails_alone(llm):
     while llm.has_unfinished_requests():
         (output,) = llm.step()
     assert output.request_id == taken and output.outputs[0].token_ids == expected
+
+
+def test_of_two_threads_that_add_the_same_id_one_is_refused_and_nobody_is_disturbed(llm, monkeypatch):
+    llm.add_request("bystander", "fox", greedy())
+    llm.step()
+    real, together, calls, refused = llm.scheduler.check_request, threading.Barrier(2), threading.local(), []
+
+    def check(request):  # when a request is made, before it is queued, and as it is
+        calls.count = getattr(calls, "count", 0) + 1
+        result = real(request)
+        if calls.count == 2:  # both have passed, if they can
+            with suppress(threading.BrokenBarrierError):
+                together.wait(0.3)
+        return result
+
+    def add():
+        try:
+            llm.add_request("same", "hello", greedy())
+        except ValueError as error:
+            refused.append(str(error))
+
+    monkeypatch.setattr(llm.scheduler, "check_request", check)
+    threads = [threading.Thread(target=add) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    monkeypatch.undo()
+    assert len(refused) == 1 and "request_id" in refused[0]
+    outputs = {}
+    while llm.has_unfinished_requests():
+        outputs |= {output.request_id: output for output in llm.step()}
+    assert outputs.keys() == {"bystander", "same"} and not llm._states
+    assert [output.metrics.num_preemptions for output in outputs.values()] == [0, 0]
 
 
 @pytest.mark.parametrize("length", [1, 2, 5])
