@@ -62,9 +62,11 @@ def attend_torch(q: torch.Tensor, kv_cache: torch.Tensor, metadata: AttentionMet
         rows = len(group.bias)
         queries = q[group.tokens].view(rows, -1, *q.shape[1:])
         keys, values = (cache.index_select(0, group.blocks).view(rows, -1, *cache.shape[2:]) for cache in kv_cache)
-        heads_first = (each.transpose(1, 2) for each in (queries, keys, values))
-        attended = F.scaled_dot_product_attention(*heads_first, attn_mask=group.bias, enable_gqa=True)
-        out[group.tokens] = attended.transpose(1, 2).flatten(0, 1)
+        queries, keys, values = (each.transpose(1, 2) for each in (queries, keys, values))
+        if queries.shape[2] == 1:  # the heads that share a key head are then more queries of it
+            queries = queries.reshape(rows, keys.shape[1], -1, q.shape[2])
+        attended = F.scaled_dot_product_attention(queries, keys, values, attn_mask=group.bias, enable_gqa=True)
+        out[group.tokens] = attended.reshape(rows, q.shape[1], -1, q.shape[2]).transpose(1, 2).flatten(0, 1)
     return out
 
 

@@ -105,7 +105,7 @@ class BlockManager:
                 self._ref_counts[block] = 1
             holding.blocks = [*holding.blocks, *computed_blocks, *new_blocks]
             holding.num_registered += len(computed_blocks)
-        if self.enable_prefix_caching:  # whatever is full can be found; equal blocks are not merged
+        if self.enable_prefix_caching and end // size > holding.num_registered:  # what is full can be found
             for i in range(holding.num_registered, min(end, request.num_tokens) // size):
                 block_hash = self._hashes(request, i + 1)[i]
                 self._block_hash[holding.blocks[i]] = block_hash

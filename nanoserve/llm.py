@@ -135,8 +135,9 @@ class LLM:
         prompts: list[Prompt] = []
         for conversation in [messages] if messages and isinstance(messages[0], dict) else messages:
             with blame(f"the chat template cannot render {show(conversation)} with {show(chat_template_kwargs)}"):
-                options = {"add_generation_prompt": add_generation_prompt, **(chat_template_kwargs or {})}
-                text = self.tokenizer.apply_chat_template(conversation, **{**options, "tokenize": False})
+                more = {} if chat_template_kwargs is None else chat_template_kwargs
+                options = {"add_generation_prompt": add_generation_prompt, **more, "tokenize": False}
+                text = self.tokenizer.apply_chat_template(conversation, **options)
                 ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]  # the template wrote its own
             prompts.append({"prompt": text, "prompt_token_ids": ids})
         return prompts
@@ -162,7 +163,7 @@ class LLM:
         return self.scheduler.has_unfinished_requests or bool(self._news)
 
     def step(self) -> list[RequestOutput]:
-        """One iteration of the loop; outputs of the requests that got a token. If it raises, they wait again."""
+        """One iteration of the loop; outputs of add_request's requests that got a token. If it raises, they wait."""
         self._step()
         with self._turn():
             outputs = [state.output() for state in self._news]
@@ -192,7 +193,7 @@ class LLM:
                 self._in_flight.clear()
                 self.runner.reset()
                 self.scheduler.requeue_running()
-                for state in [*self._states.values()]:
+                for state in [*self._states.values(), *self._news]:
                     state.detokenizer = state.make_detokenizer()  # reads again, from the first token
                     self._read(state, time.time())
                 raise

@@ -69,8 +69,7 @@ def load_model(folder: Path, config: Any, attend: Attend, max_model_len: int, dt
         model.lm_head.weight = model.model.embed_tokens.weight
     generator = torch.Generator(device).manual_seed(0)
     for name, target in model.checkpoint_tensors():
-        noise = torch.randn(target.shape, generator=generator, device=device) * 0.02 if dummy else None
-        target.data.copy_(files[name].get_tensor(name) if noise is None else noise)
+        target.data.normal_(0, 0.02, generator=generator) if dummy else target.data.copy_(files[name].get_tensor(name))
     model.rope_table = compute_rope_table(config, max_model_len, device)
     return model.eval().requires_grad_(False)
 

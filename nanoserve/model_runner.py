@@ -135,8 +135,7 @@ class ModelRunner:
         if not scheduled:
             return partial(ModelRunnerOutput, [], [])
         graphs = self.graphs if all(len(share.token_ids) == 1 for share in scheduled) else None
-        size = graphs.size_for(len(scheduled)) if graphs else 0
-        packed, shape, rows, positions, groups = self._pack(scheduled, size)  # rows and positions of the samples
+        packed, shape, rows, positions, groups = self._pack(scheduled, graphs.size_for(len(scheduled)) if graphs else 0)
         self._sample_index[rows] = np.arange(len(rows))
         compute = partial(self._compute, packed, shape, self._asked[rows], positions, groups, fresh, graphs)
         if self._worker:

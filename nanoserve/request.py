@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import InitVar, dataclass, field
 from enum import IntEnum
 from functools import cache
-from typing import Annotated, Literal, NamedTuple, get_args, get_origin, get_type_hints
+from typing import Annotated, Literal, get_args, get_origin, get_type_hints
 
 _get_hints = cache(get_type_hints)
 
@@ -157,7 +157,8 @@ class Request:
         return self.token_ids[self.num_prompt_tokens :]
 
 
-class Logprob(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Logprob:
     """A token's log-probability under the model's own distribution and its rank in it (1: the likeliest)."""
     logprob: float
     rank: int

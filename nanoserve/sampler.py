@@ -22,25 +22,23 @@ def sampling_row(params: SamplingParams) -> tuple:
     return params.temperature, params.min_p, params.top_k, params.top_p, (seed or 0) % 2**64, seed is not None, logprobs
 
 
-GREEDY = np.array(sampling_row(SamplingParams(temperature=1)), ROW)  # what a greedy row asks of a draw: nothing
-
-
 def sample(logits: torch.Tensor, asked: np.ndarray, positions: np.ndarray, generator: torch.Generator) -> torch.Tensor:
     """One token id per row of logits [num_rows, vocab_size], which stay as they are: [num_rows] int64, -1 where the
     largest logit is no finite number. asked[r], a ROW, is what row r wants, positions[r] where its token goes. Dividing
     probabilities by exponential noise and taking the largest draws token i with probability p_i, never if p_i is 0. A
     seeded row's noise depends on seed and position alone, so its tokens are the same alone, in any batch, in chunks and
     after preemption. A draft is accepted if it is the token drawn in its place: all are drawn as without drafts."""
-    is_drawn = asked["temperature"] >= GREEDY_BELOW
+    rows = np.flatnonzero(asked["temperature"] >= GREEDY_BELOW)
     largest, likeliest = logits.max(dim=-1)
     likeliest.masked_fill_(~largest.isfinite(), -1)
-    if not is_drawn.any():
+    if not len(rows):
         return likeliest
 
     def tensor(array: np.ndarray) -> torch.Tensor:
         return torch.tensor(array, pin_memory=logits.is_cuda).to(logits.device, non_blocking=True)
 
-    asked, vocab_size = np.where(is_drawn, asked, GREEDY)[:, None], logits.shape[1]
+    asked, positions, index, vocab_size = asked[rows, None], positions[rows], tensor(rows), logits.shape[1]
+    logits, largest = (logits[index], largest[index]) if len(rows) < len(logits) else (logits, largest)
     # In float32, and with the largest at 0: no temperature is small enough to overflow.
     weights = (logits - largest[:, None].float()).div_(tensor(asked["temperature"]))
     if asked["min_p"].any():
@@ -58,7 +56,7 @@ def sample(logits: torch.Tensor, asked: np.ndarray, positions: np.ndarray, gener
         noise[i].uniform_(generator=own.manual_seed(int.from_bytes(draw.digest(), "little")))
     # -log of uniform noise is exponential; its sign is left to argmin.
     sampled = weights.exp_().div_(noise.log_().clamp_(-1 / NOISE_STEP, -NOISE_STEP)).argmin(dim=-1)
-    return torch.where(tensor(is_drawn) & largest.isfinite(), sampled, likeliest)
+    return likeliest.index_copy_(0, index, sampled.masked_fill_(~largest.isfinite(), -1))
 
 
 def _keep_likeliest(logits: torch.Tensor, width: int, top_k: torch.Tensor, top_p: torch.Tensor | None) -> torch.Tensor:

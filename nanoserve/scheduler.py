@@ -193,13 +193,12 @@ class Scheduler:
         if token_id < 0:  # its logits were not finite, and neither may be its K/V, which nobody may find
             request.status, request.num_computed_tokens = RequestStatus.FINISHED_ERROR, 0
             return True
-        request.token_ids.append(token_id)
-        if token_id in self.eos_token_ids and not request.sampling_params.ignore_eos:
-            request.status = RequestStatus.FINISHED_STOPPED
-        elif token_id in (request.sampling_params.stop_token_ids or ()):
-            request.status, request.stop_reason = RequestStatus.FINISHED_STOPPED, token_id
-        elif request.num_tokens >= request.max_num_tokens:
+        is_eos = token_id in self.eos_token_ids and not request.sampling_params.ignore_eos
+        if is_eos or token_id in (request.sampling_params.stop_token_ids or ()):
+            request.status, request.stop_reason = RequestStatus.FINISHED_STOPPED, None if is_eos else token_id
+        elif request.num_tokens + 1 >= request.max_num_tokens:
             request.status = RequestStatus.FINISHED_LENGTH_CAPPED
+        request.token_ids.append(token_id)
         return request.status.is_finished
 
     def _finish(self, request: Request) -> None:

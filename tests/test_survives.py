@@ -747,3 +747,54 @@ def test_an_output_is_whole_whatever_another_thread_does_while_it_is_made(small,
     assert [output for output in outputs if output[0]] == [alone], "finished is seen once, with all of the text"
     llm.step()
     assert_whole(llm)
+
+
+def test_ctrl_c_while_the_text_of_a_finished_request_is_made(small):
+    (expected,) = make(small).generate([A], greedy(5), use_tqdm=False)
+    llm = make(small)
+    llm.add_request("r", A, greedy(5))
+    while llm.scheduler.requests:
+        llm._step()  # its outputs are not looked at
+    (state,) = llm._news
+    spell, calls = state.detokenizer._spell, []
+
+    def interrupted(token_id):
+        calls.append(token_id)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return spell(token_id)
+
+    state.detokenizer._spell = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        llm.step()
+    (output,) = llm.step()
+    assert output.finished and output.outputs[0] == expected.outputs[0]
+    assert_whole(llm)
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_ctrl_c_while_a_token_is_looked_at_leaves_nobody_running(small, mode):
+    class Ids(frozenset):
+        """The ids that end an output; whoever asks for the fourth time is interrupted."""
+
+        num_asked = 0
+
+        def __contains__(self, token_id):
+            Ids.num_asked += 1
+            if Ids.num_asked == 4:
+                raise KeyboardInterrupt
+            return False
+
+    llm, params = make(small, mode), SamplingParams(temperature=0, max_tokens=4)
+    (expected,) = llm.generate([A], greedy(4), use_tqdm=False)
+    llm.scheduler.eos_token_ids = Ids()
+    llm.add_request("r", A, params)
+    outputs, interrupts = [], 0
+    for _ in range(20):
+        try:
+            outputs += llm.step()
+        except KeyboardInterrupt:
+            interrupts += 1
+    assert interrupts == 1 and outputs[-1].finished and not llm.has_unfinished_requests()
+    assert outputs[-1].outputs[0].token_ids == expected.outputs[0].token_ids
+    assert_whole(llm)
