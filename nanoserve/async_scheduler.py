@@ -1,7 +1,8 @@
 """One step in flight: the next one is scheduled while the device computes (vLLM v1/core/sched/async_scheduler.py).
-A token still being sampled counts as known, by a placeholder, so that the one after it can be scheduled. An end by EOS,
-stop id or stop string is therefore seen one step late, and the token computed meanwhile dropped; an end by length is
-known in advance. It costs no blocks: the device runs steps in order, so a block's next owner writes after this step.
+This module decides which tokens count as known before they are; it does not know how a step runs. A token still being
+sampled counts, by a placeholder, so that the one after it can be scheduled. An end by EOS, stop id or stop string is
+therefore seen one step late, and the token computed meanwhile dropped; an end by length is known in advance. It costs
+no blocks: the device runs steps in order, so a block's next owner writes after this step.
 
     moment                          num_tokens  placeholders  num_computed_tokens
     schedule() gives a prompt of 5       5            1               5

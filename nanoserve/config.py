@@ -1,5 +1,5 @@
 """Every option of the engine, checked once and never written again.
-This module decides which values are possible. What depends on a checkpoint is put in by `EngineConfig.for_model`."""
+This module decides which values are possible. It reads no file and asks no device: `for_model` takes a checkpoint's."""
 
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
