@@ -3,6 +3,7 @@
 import random
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from nanoserve.config import EngineConfig
 from nanoserve.cuda_graph import StepShape
 from nanoserve.loader import load_config
 from nanoserve.model_runner import GiB, ModelRunner
+from nanoserve.sampler import sampling_row
 from nanoserve.scheduler import ScheduledRequest, SchedulerOutput
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
@@ -144,6 +146,31 @@ def test_a_step_brings_one_tensor_there_and_one_back(graph, fake_graphs, monkeyp
         calls = count_moves(monkeypatch, lambda output=output: runner.execute(output))
         expected = Counter(["copy_", "copy_"] if graph and chunk not in shares else ["to"])  # there, and of logits
         assert calls == expected + Counter(["to", "tolist"])  # empty, if nobody samples
+
+
+def test_on_cuda_the_host_reads_results_when_their_event_has_come(monkeypatch, llama):
+    """The event is recorded behind the copies, and waited for before anything is read."""
+    runner, order = make_runner(llama[0]), []
+
+    class Tensors(list):
+        def __iter__(self):
+            order.append("read")
+            return super().__iter__()
+
+    event = SimpleNamespace(synchronize=lambda: order.append("wait"))
+    stream = SimpleNamespace(record_event=lambda: order.append("record") or event)
+    graphs = SimpleNamespace(replay=lambda packed, size: torch.eye(size, 288))  # logits without a device
+    real_sample = model_runner.sample
+    monkeypatch.setattr(model_runner, "sample", lambda *args: order.append("sample") or real_sample(*args))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    runner.device = torch.device("cuda")
+    runner._asked[:2] = [sampling_row(GREEDY)] * 2
+    shape = StepShape(2, 2, 2, 1, 1, 64)
+    results, recorded = runner._compute(None, shape, runner._asked[:2], np.array([3, 4]), (), [], graphs)
+    assert recorded is event and order == ["sample", "record"]
+    shares = [ScheduledRequest(str(i), [i], 3 + i, [i], 0, True, GREEDY) for i in range(2)]
+    output = model_runner._result(shares, lambda: (Tensors(results), event))
+    assert output.sampled_token_ids == [[0], [1]] and order == ["sample", "record", "wait", "read"]
 
 
 def test_the_step_of_the_model_itself_waits_for_nothing(monkeypatch, llama):
