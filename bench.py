@@ -617,7 +617,7 @@ def time_host(llm: LLM, decoding: list[Job], chunked: list[Job], num_steps: int)
     logits = torch.zeros(llm.config.max_num_seqs, 64, device=runner.device)
     for job in decoding:
         llm.add_request(job.name, job.prompt, job.params)
-    while any(len(request.output_token_ids) == 0 for request in llm.scheduler.requests.values()):
+    while not all(request.output_token_ids for request in llm.scheduler.requests.values()):
         llm.step()
     for job in chunked:
         llm.add_request(job.name, job.prompt, job.params)

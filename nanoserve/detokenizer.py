@@ -25,7 +25,7 @@ class Detokenizer:
         self._window: list[int] = []
         for token_id in filter(self._spell, reversed(prompt_token_ids)):
             self._window.insert(0, token_id)
-            if len(self._window) >= CONTEXT and not BYTE_TOKEN.fullmatch(self._spell(token_id) or ""):
+            if len(self._window) >= CONTEXT and not BYTE_TOKEN.fullmatch(self._spell(token_id)):
                 break
         self._known = self._decode(self._window)  # the part of the window's text that is the prompt's or in `text`
 
@@ -52,7 +52,7 @@ class Detokenizer:
 
     def _extend(self, finished: bool) -> str | None:
         """Look for stop strings in all there is; add to `text` what is certain."""
-        in_run = not finished and self._window and BYTE_TOKEN.fullmatch(self._spell(self._window[-1]) or "")
+        in_run = not finished and self._window and BYTE_TOKEN.fullmatch(self._spell(self._window[-1]))
         if in_run and len(self._window) > 4 * CONTEXT:
             return None  # a long run is decoded once, when it has ended
         text = self._decode(self._window)
@@ -72,6 +72,6 @@ class Detokenizer:
             self._known = self._decode(self._window).removesuffix(REPLACEMENT)
         return stop
 
-    def _spell(self, token_id: int) -> str | None:
-        """How the vocabulary writes a token; None for one that adds nothing to the text."""
-        return None if token_id in self._skipped else self._tokenizer.convert_ids_to_tokens(token_id)
+    def _spell(self, token_id: int) -> str:
+        """How the vocabulary writes a token; "" for one that adds nothing to the text."""
+        return "" if token_id in self._skipped else self._tokenizer.convert_ids_to_tokens(token_id) or ""

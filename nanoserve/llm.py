@@ -236,9 +236,9 @@ class LLM:
             queries, hits = length if self.config.enable_prefix_caching else 0, request.num_cached_tokens
             counters.update(prompt_tokens=length, prefix_cache_queries=queries, prefix_cache_hits=hits)
         end = start + len(share.token_ids)
-        if share.num_spec_tokens:
-            accepted, end = len(token_ids) - 1, end - share.num_spec_tokens + len(token_ids) - 1
-            counters.update(num_drafts=1, num_draft_tokens=share.num_spec_tokens, num_accepted_tokens=accepted)
+        if drafts := share.num_spec_tokens:
+            end += len(token_ids) - 1 - drafts  # without the rejected ones
+            counters.update(num_drafts=1, num_draft_tokens=drafts, num_accepted_tokens=len(token_ids) - 1)
         if start < state.num_reached:
             counters["recomputed_tokens"] += min(end, state.num_reached) - start
         state.num_reached = max(state.num_reached, end)

@@ -229,7 +229,7 @@ class Scheduler:
     def requeue_running(self) -> None:
         """A step failed or was interrupted, wherever that was: all that ran wait again, and no K/V is relied on."""
         self.block_manager.reset()
-        for output, _ in self._in_flight.values():  # the runner may not have heard of these
+        for output, _ in self._in_flight.values():  # whoever keeps state by request may not know
             self._preempted_req_ids |= output.preempted_req_ids
             self._finished_req_ids |= output.finished_req_ids
         for request in [*self.requests.values()]:
